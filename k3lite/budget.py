@@ -127,3 +127,13 @@ def break_even_tokens(c: K3Config, number_bytes: int = 2, state_bytes: int = 4, 
     fixed = cache_bytes(c, 0, 1, number_bytes, state_bytes)
     saved = c.num_kda_layers * c.latent_width * number_bytes
     return (fixed.state + (fixed.conv if conv else 0)) // saved
+
+
+def longest_context(memory: int, per_token: int, fixed: int = 0) -> int | None:
+    """Tokens whose cache fits into `memory` bytes beside a `fixed` part. All three are bytes, for the whole batch.
+
+    0 if not even the fixed part fits; None if nothing grows with the tokens, so that no context is too long.
+    """
+    if fixed > memory:
+        return 0
+    return (memory - fixed) // per_token if per_token else None

@@ -1,0 +1,246 @@
+"""Kimi Delta Attention on tensors: one state per head, decayed per channel and corrected by the delta rule.
+
+For one head with state S [K, V], log-decay g [K], write strength beta:
+
+    S <- Diag(e^g) S                 forget, each key channel at its own rate
+    u  = beta (v - S^T k)            what the decayed state gets wrong about k
+    S <- S + k u^T                   correct it
+    o  = S^T q / sqrt(K)             read after the write
+
+`kda_recurrent` is these four lines in a loop, and the definition. `kda_chunk` computes the same for C tokens
+at once: inside a chunk every token's correction depends on the earlier ones only through a triangular matrix,
+
+    c = cumsum(g),  Gamma = e^c
+    A_ij = sum_d k_id k_jd e^(c_id - c_jd)   j < i        P_ij = sum_d q_id k_jd e^(c_id - c_jd)   j <= i
+    M = (I + Diag(beta) A)^-1 Diag(beta)
+    V~ = M V - M (Gamma * K) S_in
+    O  = (Gamma * Q) S_in + P V~
+    S_out = Diag(Gamma_C) S_in + (K * e^(c_C - c))^T V~
+
+so that the loop over tokens becomes a loop over chunks with matrix products in it.
+Sources: Kimi K3 report §2.1.1 Eq. 1 and 4; Kimi Linear paper Eq. 6-9; k3-architecture §2.3.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from k3lite.ops.pointwise import upcast
+
+Backend = Literal["auto", "recurrent", "chunk"]
+
+TILE = 16  # tokens over which a decay of e^-5 each still leaves e^80, which fp32 and bf16 can hold
+MAX_TILE_DECAY = 80.0  # e^80 = 5.5e34 < 3.4e38, the largest fp32
+CHUNK = 32
+
+
+def kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = CHUNK,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Run KDA over a sequence and return (o [B,T,H,V], final state [B,H,K,V]).
+
+    q, k: [B,T,H,K], already L2-normalised (see `l2norm`).   v: [B,T,H,V]; V may differ from K.
+    g: [B,T,H,K] log-decay, <= 0.   beta: [B,T,H] write strength, 0..1.
+    scale: factor on q, K^-1/2 by default.
+    initial_state: [B,H,K,V], zeros by default. It is read, never written to.
+    cu_seqlens: [N+1] starts of packed sequences, first 0, last T; needs B = 1. States are then [N,H,K,V]
+        and nothing passes from one sequence to the next.
+    backend: "recurrent" (the definition), "chunk" (matrix products), "auto" (recurrent for one token).
+
+    State and arithmetic are fp32 whatever the inputs' dtype (fp64 for fp64 inputs); o has v's dtype.
+    Raises ValueError that names the argument when a shape, dtype or name is outside this contract.
+    """
+    _check(q, k, v, g, beta, initial_state, cu_seqlens, chunk_size, backend)
+    if cu_seqlens is not None:
+        return _packed(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size, backend)
+    if backend == "recurrent" or (backend == "auto" and q.shape[1] <= 1):
+        return kda_recurrent(q, k, v, g, beta, scale, initial_state)
+    return kda_chunk(q, k, v, g, beta, scale, initial_state, chunk_size)
+
+
+def kda_recurrent(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The definition, one token after another. Shapes as in `kda`."""
+    out_dtype = v.dtype
+    q, k, v, g, beta, S = _prepare(q, k, v, g, beta, scale, initial_state)
+    outputs = []
+    for t in range(q.shape[1]):
+        q_t, k_t, v_t = q[:, t], k[:, t], v[:, t]  # [B,H,K], [B,H,K], [B,H,V]
+        S = g[:, t].exp().unsqueeze(-1) * S
+        u = beta[:, t].unsqueeze(-1) * (v_t - torch.einsum("bhkv,bhk->bhv", S, k_t))
+        S = S + torch.einsum("bhk,bhv->bhkv", k_t, u)
+        outputs.append(torch.einsum("bhkv,bhk->bhv", S, q_t))
+    o = torch.stack(outputs, dim=1) if outputs else v.new_zeros(v.shape)
+    return o.to(out_dtype), S
+
+
+def kda_chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    chunk_size: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """The same numbers, a chunk at a time. Shapes as in `kda`; any T, any chunk_size."""
+    out_dtype, (B, T, H, K), V, C = v.dtype, q.shape, v.shape[-1], chunk_size
+    q, k, v, g, beta, S = _prepare(q, k, v, g, beta, scale, initial_state)
+    if T == 0:
+        return v.to(out_dtype), S
+    # A token with k = 0, beta = 0, g = 0 changes nothing, so the last chunk may be filled up with them.
+    q, k, v, g, beta = (_chunks(x, C) for x in (q, k, v, g, beta.unsqueeze(-1)))  # [B*H, N, C, K, V or 1]
+    S = S.flatten(0, 1)  # [B*H, K, V]
+    c = g.cumsum(-2)
+    gamma = c.exp()
+
+    A, P = _decayed_products(q, k, c)
+    # A triangular solve stays accurate when keys repeat; in a series of powers of A the terms would grow
+    # without bound and cancel. It reads only what is below the diagonal, so A needs no mask.
+    M = torch.linalg.solve_triangular(beta * A, torch.diag_embed(beta.squeeze(-1)), upper=False, unitriangular=True)
+    U, W = M @ v, M @ (gamma * k)
+    k_out = ((c[..., -1:, :] - c).exp() * k).transpose(-1, -2)
+    keep = gamma[..., -1, :].unsqueeze(-1)  # [B*H, N, K, 1]
+
+    states, corrected = [], []
+    for U_n, W_n, k_n, keep_n in zip(*(x.unbind(1) for x in (U, W, k_out, keep)), strict=True):
+        states.append(S)
+        corrected.append(torch.baddbmm(U_n, W_n, S, alpha=-1))
+        S = torch.baddbmm(keep_n * S, k_n, corrected[-1])  # the only sequential part: one state a chunk
+    o = (gamma * q) @ torch.stack(states, 1) + P @ torch.stack(corrected, 1)
+    o = o.reshape(B, H, -1, V)[:, :, :T].transpose(1, 2)
+    return o.to(out_dtype), S.unflatten(0, (B, H))
+
+
+def _decayed_products(q: Tensor, k: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """A (valid below the diagonal) and P (zero above it) of the module's equations; [..., C, K] -> [..., C, C].
+
+    e^(c_i - c_j) is at most 1 for j <= i, but its factors e^c_i and e^-c_j are not, so a row tile takes the
+    products with all earlier tokens relative to its own start (both factors <= 1), and the products within
+    the tile relative to its middle. There the factors reach e^40 with K3's bound of -5 a token. A gate
+    without a bound (Kimi Linear) may exceed that; then the tile is computed pair by pair, without factors.
+    """
+    C = k.shape[-2]
+    bounded = bool((_tile_decay(c) <= MAX_TILE_DECAY).all())
+    kq = torch.stack([k, q], -2)  # [..., C, 2, K]: A and P take the same path
+    rows = []
+    for start in range(0, C, TILE):
+        stop = min(start + TILE, C)
+        k_t, kq_t, c_t = k[..., start:stop, :], kq[..., start:stop, :, :], c[..., start:stop, :]
+        if bounded:
+            middle = c[..., (start + stop) // 2, None, :]
+            row = _rows(kq_t, c_t - middle) @ ((middle - c_t).exp() * k_t).transpose(-1, -2)
+        else:
+            ahead = torch.ones(stop - start, stop - start, dtype=torch.bool, device=c.device).triu(1).unsqueeze(-1)
+            pair = (c_t.unsqueeze(-2) - c_t.unsqueeze(-3)).masked_fill(ahead, 0).exp()  # [..., i, j, K]
+            row = torch.einsum("...isk,...jk,...ijk->...isj", kq_t, k_t, pair).flatten(-3, -2)
+        if start:
+            before = c[..., start - 1 : start, :]
+            earlier = ((before - c[..., :start, :]).exp() * k[..., :start, :]).transpose(-1, -2)
+            row = torch.cat([_rows(kq_t, c_t - before) @ earlier, row], -1)
+        rows.append(F.pad(row, (0, C - stop)))
+    A, P = torch.cat(rows, -2).unflatten(-2, (C, 2)).unbind(-2)
+    return A, P.tril()
+
+
+def _rows(kq: Tensor, log_decay: Tensor) -> Tensor:
+    """Decay [..., i, 2, K] by [..., i, K] and lay k and q rows under each other: [..., 2 i, K]."""
+    return (log_decay.exp().unsqueeze(-2) * kq).flatten(-3, -2)
+
+
+def _tile_decay(c: Tensor) -> Tensor:
+    """Total log-decay inside each tile of TILE tokens, as a positive number."""
+    starts = torch.arange(0, c.shape[-2], TILE, device=c.device)
+    ends = (starts + TILE - 1).clamp(max=c.shape[-2] - 1)
+    return c.detach()[..., starts, :] - c.detach()[..., ends, :]
+
+
+def _chunks(x: Tensor, C: int) -> Tensor:
+    """[B,T,H,D] -> [B*H,N,C,D], the last chunk filled with zeros."""
+    x = F.pad(x.transpose(1, 2), (0, 0, 0, -x.shape[1] % C))
+    return x.flatten(0, 1).unflatten(1, (-1, C))
+
+
+def _prepare(q, k, v, g, beta, scale, initial_state):
+    """Working precision, the scale on q, and a state to start from."""
+    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+    q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
+    B, _, H, K = q.shape
+    S = v.new_zeros(B, H, K, v.shape[-1]) if initial_state is None else initial_state.to(dtype)
+    return q * (K**-0.5 if scale is None else scale), k, v, g, beta, S
+
+
+def _packed(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size, backend):
+    """Lay the packed sequences side by side as a batch, filled with tokens that change nothing."""
+    lengths = cu_seqlens.diff().tolist()
+    batch = [
+        torch.nn.utils.rnn.pad_sequence(x[0].split(lengths), batch_first=True) for x in (q, k, v, g, beta)
+    ]
+    o, state = kda(*batch, scale=scale, initial_state=initial_state, chunk_size=chunk_size, backend=backend)
+    return torch.cat([o[i, :n] for i, n in enumerate(lengths)]).unsqueeze(0), state
+
+
+def bounded_gate(z: Tensor, A_log: Tensor, lower_bound: float) -> Tensor:
+    """K3's log-decay: lower_bound * sigmoid(e^A_log * z), between lower_bound and 0.
+
+    z: [..., H, K] with dt_bias already added.   A_log: [H], one number per head.   fp32 out (fp64 in, fp64 out).
+    """
+    z = upcast(z)
+    return lower_bound * torch.sigmoid(A_log.to(z.dtype).exp().unsqueeze(-1) * z)
+
+
+def softplus_gate(z: Tensor, A_log: Tensor) -> Tensor:
+    """Kimi Linear's log-decay: -e^A_log * softplus(z), without a lower bound. Shapes as in `bounded_gate`."""
+    z = upcast(z)
+    return -A_log.to(z.dtype).exp().unsqueeze(-1) * F.softplus(z)
+
+
+def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(sum(x^2) + eps) over the last axis, eps inside the root (fla; k3-architecture §7.3)."""
+    x = upcast(x)
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+
+
+def _check(q, k, v, g, beta, initial_state, cu_seqlens, chunk_size, backend) -> None:
+    if backend not in ("auto", "recurrent", "chunk"):
+        raise ValueError(f"backend: got {backend!r}, wanted 'auto', 'recurrent' or 'chunk'")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size: got {chunk_size}, wanted 1 or more")
+    if q.dim() != 4:
+        raise ValueError(f"q: got shape {tuple(q.shape)}, wanted [B, T, H, K]")
+    B, T, H, K = q.shape
+    V = v.shape[-1]
+    N = B if cu_seqlens is None else cu_seqlens.numel() - 1
+    wanted = {"k": (k, (B, T, H, K)), "v": (v, (B, T, H, V)), "g": (g, (B, T, H, K)), "beta": (beta, (B, T, H))}
+    if initial_state is not None:
+        wanted["initial_state"] = (initial_state, (N, H, K, V))
+    for name, (x, shape) in wanted.items():
+        if tuple(x.shape) != shape:
+            raise ValueError(f"{name}: got shape {tuple(x.shape)}, wanted {shape} (q is {tuple(q.shape)})")
+    for name, x in {"q": q, "k": k, "v": v, "g": g, "beta": beta}.items():
+        if not x.is_floating_point():
+            raise ValueError(f"{name}: got dtype {x.dtype}, wanted a floating-point dtype")
+    if initial_state is not None and initial_state.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"initial_state: got dtype {initial_state.dtype}, wanted float32 (the state is never rounded)")
+    if cu_seqlens is not None:
+        ends = cu_seqlens.tolist()
+        if B != 1:
+            raise ValueError(f"cu_seqlens: packed sequences need B = 1, got B = {B}")
+        if ends[0] != 0 or ends[-1] != T or any(b < a for a, b in zip(ends, ends[1:], strict=False)):
+            raise ValueError(f"cu_seqlens: got {ends}, wanted a rising list from 0 to T = {T}")
