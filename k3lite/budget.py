@@ -112,7 +112,9 @@ def cache_bytes(c: K3Config, tokens: int, batch: int = 1, number_bytes: int = 2,
     )
 
 
-def mha_cache_bytes(layers: int, kv_heads: int, head_dim: int, tokens: int, batch: int = 1, number_bytes: int = 2) -> int:
+def mha_cache_bytes(
+    layers: int, kv_heads: int, head_dim: int, tokens: int, batch: int = 1, number_bytes: int = 2
+) -> int:
     """Keys and values of plain attention; with kv_heads below the query heads this is GQA, with 1 MQA."""
     return 2 * batch * tokens * layers * kv_heads * head_dim * number_bytes
 

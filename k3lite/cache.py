@@ -94,7 +94,9 @@ class K3Cache:
     def copy(self) -> K3Cache:
         """An independent snapshot: state, windows, latents and position (to branch, or to roll back to)."""
         layers: list[KdaState | LatentCache] = [
-            KdaState(x.S.clone(), tuple(w.clone() for w in x.conv)) if isinstance(x, KdaState) else LatentCache(x.latents.clone())
+            KdaState(x.S.clone(), tuple(w.clone() for w in x.conv))
+            if isinstance(x, KdaState)
+            else LatentCache(x.latents.clone())
             for x in self.layers
         ]
         return K3Cache(layers, self.seen, None if self.mask is None else self.mask.clone())

@@ -111,11 +111,7 @@ class K3Config:
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether 0-based `layer` holds experts (else a dense MLP)."""
-        return (
-            self.num_experts > 0
-            and layer >= self.first_k_dense_replace
-            and layer % self.moe_layer_freq == 0
-        )
+        return self.num_experts > 0 and layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
 
     @property
     def num_moe_layers(self) -> int:
@@ -219,7 +215,12 @@ _NON_NEGATIVE = (
     "moe_intermediate_size num_nextn_predict_layers"
 ).split()
 # null in a released file stands for "none of it"
-_NULL_MEANS_DEFAULT = {"num_experts": 0, "num_experts_per_token": 0, "num_shared_experts": 0, "quantization_config": None}
+_NULL_MEANS_DEFAULT = {
+    "num_experts": 0,
+    "num_experts_per_token": 0,
+    "num_shared_experts": 0,
+    "quantization_config": None,
+}
 
 
 def _build(cls, fields: dict[str, Any], prefix: str):
@@ -227,9 +228,7 @@ def _build(cls, fields: dict[str, Any], prefix: str):
     unknown = sorted(prefix + k for k in fields if k not in known)
     if unknown:
         raise ConfigError(f"unknown config field(s): {', '.join(unknown)}")
-    missing = sorted(
-        prefix + n for n, f in known.items() if n not in fields and f.default is dataclasses.MISSING
-    )
+    missing = sorted(prefix + n for n, f in known.items() if n not in fields and f.default is dataclasses.MISSING)
     if missing:
         raise ConfigError(f"missing config field(s): {', '.join(missing)}")
     return cls(**fields)
@@ -252,18 +251,40 @@ def _check(c: K3Config) -> None:
         _want(value is None or value > 0, name, value, "a positive number or null")
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = getattr(c, name)
-        _want(value is None or 0 <= value < c.vocab_size, name, value, f"an id below vocab_size {c.vocab_size}, or null")
+        _want(
+            value is None or 0 <= value < c.vocab_size, name, value, f"an id below vocab_size {c.vocab_size}, or null"
+        )
 
     _check_layer_lists(a, c.num_hidden_layers)
     low = a.gate_lower_bound
-    _want(low is None or low < 0, "linear_attn_config.gate_lower_bound", low, "a negative number, or null for the softplus gate")
+    _want(
+        low is None or low < 0,
+        "linear_attn_config.gate_lower_bound",
+        low,
+        "a negative number, or null for the softplus gate",
+    )
     kv = c.num_key_value_heads
-    _want(kv in (None, c.num_attention_heads), "num_key_value_heads", kv, f"num_attention_heads ({c.num_attention_heads}): MLA shares one latent, not groups of heads")
+    _want(
+        kv in (None, c.num_attention_heads),
+        "num_key_value_heads",
+        kv,
+        f"num_attention_heads ({c.num_attention_heads}): MLA shares one latent, not groups of heads",
+    )
     _want(c.mla_use_nope is True, "mla_use_nope", c.mla_use_nope, "true (Kimi models rotate nothing)")
     _want(c.hidden_act in ("silu", "situ"), "hidden_act", c.hidden_act, "'silu' or 'situ'")
     _want(c.tie_word_embeddings is False, "tie_word_embeddings", c.tie_word_embeddings, "false, as released")
-    _want(c.num_nextn_predict_layers == 0, "num_nextn_predict_layers", c.num_nextn_predict_layers, "0: the released files hold no MTP layer")
-    _want(c.dtype in ("float32", "float64", "bfloat16", "float16"), "dtype", c.dtype, "float32, float64, bfloat16 or float16")
+    _want(
+        c.num_nextn_predict_layers == 0,
+        "num_nextn_predict_layers",
+        c.num_nextn_predict_layers,
+        "0: the released files hold no MTP layer",
+    )
+    _want(
+        c.dtype in ("float32", "float64", "bfloat16", "float16"),
+        "dtype",
+        c.dtype,
+        "float32, float64, bfloat16 or float16",
+    )
     if c.num_experts:
         _check_experts(c)
 
@@ -295,7 +316,11 @@ def _check_layer_lists(a: LinearAttnConfig, layers: int) -> None:
     absent = sorted(set(range(1, layers + 1)) - set(listed))
     outside = sorted(set(listed) - set(range(1, layers + 1)))
     if twice or absent or outside:
-        wrong = [f"{what} {nums}" for what, nums in (("listed twice", twice), ("in no list", absent), ("out of range", outside)) if nums]
+        wrong = [
+            f"{what} {nums}"
+            for what, nums in (("listed twice", twice), ("in no list", absent), ("out of range", outside))
+            if nums
+        ]
         raise ConfigError(
             "linear_attn_config: kda_layers and full_attn_layers must together name each layer "
             f"1..{layers} once; {'; '.join(wrong)}"
@@ -306,15 +331,35 @@ def _check_experts(c: K3Config) -> None:
     k = c.num_experts_per_token
     _want(1 <= k <= c.num_experts, "num_experts_per_token", k, f"1 to num_experts ({c.num_experts})")
     _want(c.moe_intermediate_size > 0, "moe_intermediate_size", c.moe_intermediate_size, "a positive number")
-    _want(c.moe_router_activation_func == "sigmoid", "moe_router_activation_func", c.moe_router_activation_func, "'sigmoid'")
-    _want(c.num_expert_group == 1 and c.topk_group == 1, "num_expert_group, topk_group", (c.num_expert_group, c.topk_group), "1, 1 as released")
+    _want(
+        c.moe_router_activation_func == "sigmoid",
+        "moe_router_activation_func",
+        c.moe_router_activation_func,
+        "'sigmoid'",
+    )
+    _want(
+        c.num_expert_group == 1 and c.topk_group == 1,
+        "num_expert_group, topk_group",
+        (c.num_expert_group, c.topk_group),
+        "1, 1 as released",
+    )
     _want(c.topk_method == "noaux_tc", "topk_method", c.topk_method, "'noaux_tc'")
     if c.latent_moe_use_norm:
-        _want(c.routed_expert_hidden_size is not None, "routed_expert_hidden_size", None, "a latent width, since latent_moe_use_norm is true")
+        _want(
+            c.routed_expert_hidden_size is not None,
+            "routed_expert_hidden_size",
+            None,
+            "a latent width, since latent_moe_use_norm is true",
+        )
     if c.packs_mxfp4:
         for name, width in (("expert_width", c.expert_width), ("moe_intermediate_size", c.moe_intermediate_size)):
             label = "routed_expert_hidden_size" if name == "expert_width" else name
-            _want(width % MX_BLOCK == 0, label, width, f"a multiple of {MX_BLOCK}: MXFP4 shares a scale among {MX_BLOCK} weights")
+            _want(
+                width % MX_BLOCK == 0,
+                label,
+                width,
+                f"a multiple of {MX_BLOCK}: MXFP4 shares a scale among {MX_BLOCK} weights",
+            )
 
 
 def _want(ok: bool, name: str, got: Any, wanted: str) -> None:

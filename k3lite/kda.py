@@ -96,7 +96,9 @@ class KimiDeltaAttention(nn.Module):
             g, beta = g * mask[..., None, None], beta * mask.unsqueeze(-1)
         convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         windows = state.conv if state else (None, None, None)
-        (q, k, v), windows = zip(*(c(r, w, cu_seqlens) for c, r, w in zip(convs, raw, windows, strict=True)), strict=True)
+        (q, k, v), windows = zip(
+            *(c(r, w, cu_seqlens) for c, r, w in zip(convs, raw, windows, strict=True)), strict=True
+        )
 
         q, k, v = (y.unflatten(-1, (self.heads, self.head_dim)) for y in (q, k, v))  # [B,T,H,K]
         o, S = kda(

@@ -1,6 +1,6 @@
 """RMSNorm and the gated MLP that dense layers and shared experts use.
 
-    MLP(x) = act(x W_gate^T, x W_up^T) W_down^T,   act = SiTU-GLU in K3, SwiGLU in Kimi Linear
+MLP(x) = act(x W_gate^T, x W_up^T) W_down^T,   act = SiTU-GLU in K3, SwiGLU in Kimi Linear
 """
 
 from __future__ import annotations

@@ -199,7 +199,9 @@ class K3ForCausalLM(nn.Module):
         if ids.dim() != 2 or ids.is_floating_point():
             raise ValueError(f"input_ids: got {ids.dtype} of shape {tuple(ids.shape)}, wanted whole numbers [B, T]")
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.config.vocab_size:
-            raise ValueError(f"input_ids: got ids {int(ids.min())}..{int(ids.max())}, wanted 0..{self.config.vocab_size - 1}")
+            raise ValueError(
+                f"input_ids: got ids {int(ids.min())}..{int(ids.max())}, wanted 0..{self.config.vocab_size - 1}"
+            )
         if cache is not None and cache.batch != ids.shape[0]:
             raise ValueError(f"cache: made for batch {cache.batch}, got input_ids with batch {ids.shape[0]}")
         if cu_seqlens is not None and (cache is not None or attention_mask is not None or ids.shape[0] != 1):

@@ -53,7 +53,9 @@ class Router(nn.Module):
         self.scaling = config.routed_scaling_factor
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         # Part of the checkpoint and of the parameter count, moved by balancing and never by a gradient.
-        self.e_score_correction_bias = nn.Parameter(torch.zeros(config.num_experts, dtype=torch.float32), requires_grad=False)
+        self.e_score_correction_bias = nn.Parameter(
+            torch.zeros(config.num_experts, dtype=torch.float32), requires_grad=False
+        )
         self.seen_scores: Tensor | None = None  # of the last training batch, for `balance`
         self.seen_counts: Tensor | None = None  # [E] how often each expert was chosen by real tokens
 
@@ -85,9 +87,9 @@ class Experts(nn.Module):
 
     def __init__(self, config: K3Config) -> None:
         super().__init__()
-        E, I, D = config.num_experts, config.moe_intermediate_size, config.expert_width
-        self.w1, self.w3 = nn.Parameter(torch.empty(E, I, D)), nn.Parameter(torch.empty(E, I, D))
-        self.w2 = nn.Parameter(torch.empty(E, D, I))
+        E, width, D = config.num_experts, config.moe_intermediate_size, config.expert_width
+        self.w1, self.w3 = (nn.Parameter(torch.empty(E, width, D)) for _ in range(2))
+        self.w2 = nn.Parameter(torch.empty(E, D, width))
         self.act = activation(config)
 
     def forward(self, z: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

@@ -12,7 +12,9 @@ from k3lite.ops.pointwise import upcast
 Activation = Callable[[Tensor, Tensor], Tensor]
 
 
-def experts_naive(z: Tensor, experts: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, act: Activation) -> Tensor:
+def experts_naive(
+    z: Tensor, experts: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, act: Activation
+) -> Tensor:
     """The definition, token by token: sum over the chosen of weight * E(z). Shapes as in `grouped_experts`."""
     rows = []
     for n in range(z.shape[0]):
@@ -23,7 +25,9 @@ def experts_naive(z: Tensor, experts: Tensor, weights: Tensor, w1: Tensor, w3: T
     return torch.stack(rows).to(z.dtype)
 
 
-def grouped_experts(z: Tensor, experts: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, act: Activation) -> Tensor:
+def grouped_experts(
+    z: Tensor, experts: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, act: Activation
+) -> Tensor:
     """Weighted sum of the chosen experts' outputs, [N, D].
 
     z: [N,D] tokens.   experts: [N,k] ids.   weights: [N,k], fp32.

@@ -73,7 +73,13 @@ def kda(
 
 
 def kda_recurrent(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The definition, one token after another. Shapes as in `kda`."""
     out_dtype = v.dtype
@@ -100,7 +106,7 @@ def kda_chunk(
     chunk_size: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """The same numbers, a chunk at a time. Shapes as in `kda`; any T, any chunk_size."""
-    out_dtype, (B, T, H, K), V, C = v.dtype, q.shape, v.shape[-1], chunk_size
+    out_dtype, (B, T, H, V), C = v.dtype, v.shape, chunk_size
     q, k, v, g, beta, S = _prepare(q, k, v, g, beta, scale, initial_state)
     if T == 0:
         return v.to(out_dtype), S
@@ -189,9 +195,7 @@ def _prepare(q, k, v, g, beta, scale, initial_state):
 def _packed(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size, backend):
     """Lay the packed sequences side by side as a batch, filled with tokens that change nothing."""
     lengths = cu_seqlens.diff().tolist()
-    batch = [
-        torch.nn.utils.rnn.pad_sequence(x[0].split(lengths), batch_first=True) for x in (q, k, v, g, beta)
-    ]
+    batch = [torch.nn.utils.rnn.pad_sequence(x[0].split(lengths), batch_first=True) for x in (q, k, v, g, beta)]
     o, state = kda(*batch, scale=scale, initial_state=initial_state, chunk_size=chunk_size, backend=backend)
     return torch.cat([o[i, :n] for i, n in enumerate(lengths)]).unsqueeze(0), state
 

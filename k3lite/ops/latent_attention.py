@@ -71,7 +71,9 @@ def latent_attention(
         scores = q[:, :, start:stop] @ keys[..., :reach]
         seen = _visible(start, stop, T, L, key_mask, cu_seqlens, q.device)[..., :reach]
         # The smallest number and not -inf: a row with nothing to see stays finite and is zeroed after.
-        weights = scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1) * seen
+        weights = scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1)
+        if key_mask is not None:
+            weights = weights * seen
         outputs.append(weights @ values[:, :, :reach])
     o = torch.cat(outputs, 2).transpose(1, 2)  # [B,T,H,V or rank]
     if form == "absorbed":

@@ -1,0 +1,1 @@
+"""What the small models are trained on and asked."""

@@ -1,0 +1,259 @@
+"""The main job: train a small hybrid K3 on hidden facts, then measure where it finds them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from k3lite import budget
+from k3lite.checkpoint import WEIGHTS, CheckpointError, load_model, save_model, write_text
+from k3lite.config import K3Config
+from k3lite.generate import generate
+from k3lite.model import K3ForCausalLM
+from k3lite.tasks.needle import CHANCE, DIGITS, NeedleBatch, make_batch, shortest_length
+from k3lite.tasks.needle_report import write_report
+from k3lite.tasks.text import haystack
+from k3lite.train import STATE, BatchAt, Recipe, train
+
+PRESET = "needle"
+TRAINING_LENGTH = 256  # bytes of the longest training document, questions included
+TOKENS_PER_STEP = 4096
+QUESTIONS = 8  # at most, for each training document: more answers to learn from for the same reading
+EVAL_TOKENS = 16_384  # tokens in one forward pass when measuring: bounds memory
+RECIPE = Recipe(steps=300, lr=5e-3, task="needle-1")
+CARD = "card.json"
+
+
+# ---- training
+
+
+def needle_model(seed: int, config: K3Config | None = None) -> K3ForCausalLM:
+    """A fresh model. Embeddings start at unit size: under AttnRes they are a source beside sub-layer outputs."""
+    model = K3ForCausalLM(K3Config.preset(PRESET) if config is None else config, seed=seed)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.div_(model.config.initializer_range)
+    return model
+
+
+def curriculum(text: Tensor, recipe: Recipe, tokens: int = TOKENS_PER_STEP) -> BatchAt:
+    """Short documents full of needles for the first half, then up to TRAINING_LENGTH with few or many.
+
+    Dense documents teach the look-up quickly; the long ones teach to hold a fact through prose.
+    """
+
+    def batch_at(step: int) -> tuple[Tensor, Tensor]:
+        g = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
+
+        def log_uniform(low: float, high: float) -> int:
+            return int(low * (high / low) ** float(torch.rand((), generator=g)))
+
+        if step < recipe.steps // 2:
+            length = log_uniform(48, 96)
+            needles = max(1, (length - 20) // 14)
+        else:
+            length = log_uniform(64, TRAINING_LENGTH + 1)
+            needles = log_uniform(1, max(1.01, length / 16))
+        questions = min(needles, QUESTIONS)
+        length = max(length, shortest_length(needles, questions))
+        batch = make_batch(text, max(1, tokens // length), length, needles, g, questions=questions)
+        return batch.ids, batch.labels
+
+    return batch_at
+
+
+def train_needle_model(folder: Path, recipe: Recipe, progress: bool = True) -> K3ForCausalLM:
+    """The trained model of `folder`; trains it, or goes on with it, unless it is finished already.
+
+    Raises CheckpointError if the folder's model came from another recipe.
+    """
+    target = folder / "model"
+    if (target / CARD).exists():
+        card = read_card(target)
+        if card["recipe"] != dataclasses.asdict(recipe):
+            raise CheckpointError(
+                f"{target}: holds a model of another recipe or seed; choose another --out, or --restart"
+            )
+        return load_model(target)
+    model = needle_model(recipe.seed)
+    started = time.perf_counter()
+    losses = train(model, curriculum(haystack("train"), recipe), recipe, folder=folder, progress=progress)
+    save_model(model, target)
+    write_card(target, recipe, losses, time.perf_counter() - started)
+    (folder / STATE).unlink(missing_ok=True)  # finished: the optimizer's moments are of no more use
+    return model
+
+
+def write_card(folder: Path, recipe: Recipe, losses: list[float], seconds: float) -> None:
+    """What made the weights in `folder`, so that anybody can make them again and see that they are the same."""
+    card = {
+        "task": "needle: facts hidden in real text, bytes as tokens",
+        "recipe": dataclasses.asdict(recipe),
+        "training_length": TRAINING_LENGTH,
+        "final_loss": round(sum(losses[-20:]) / len(losses[-20:]), 4),
+        "training_seconds": round(seconds, 1),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "sha256": hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest(),
+    }
+    write_text(folder / CARD, json.dumps(card, indent=2) + "\n")
+
+
+def read_card(folder: Path) -> dict[str, Any]:
+    """The card of a finished model. Raises CheckpointError if it is none, or if the weights are not the card's."""
+    try:
+        card = json.loads((folder / CARD).read_text())
+        recipe, digest = card["recipe"], card["sha256"]
+        weights = (folder / WEIGHTS).read_bytes()
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise CheckpointError(f"{folder}: no finished needle model ({e})") from e
+    if hashlib.sha256(weights).hexdigest() != digest or not isinstance(recipe, dict):
+        raise CheckpointError(f"{folder / WEIGHTS}: not the weights that {CARD} describes (damaged or replaced)")
+    return card
+
+
+# ---- measuring
+
+
+@dataclass(frozen=True)
+class Record:
+    """Exact-match recall of one cell: all DIGITS digits right, out of `trials` held-out documents."""
+
+    model: str
+    length: int
+    depth: float
+    needles: int
+    recall: float
+    trials: int
+    chance: float = CHANCE
+
+
+@torch.no_grad()
+def right_answers(model: K3ForCausalLM, batch: NeedleBatch) -> Tensor:
+    """[B] bool: would greedy decoding give every digit?
+
+    One pass with the answer in place tells: greedy decoding makes the first digit from the same input, and each
+    later one too as long as all before it were right (tests hold this to real decoding from the cache).
+    """
+    rows = max(1, EVAL_TOKENS // batch.ids.shape[1])
+    guesses = [model(ids, logits_to_keep=DIGITS + 1).logits[:, :-1].argmax(-1) for ids in batch.ids.split(rows)]
+    return (torch.cat(guesses) == batch.answers).all(-1)
+
+
+def measure(
+    model: K3ForCausalLM,
+    lengths: list[int],
+    depths: list[float],
+    needles: list[int],
+    trials: int,
+    seed: int,
+    name: str = "hybrid",
+) -> Iterator[Record]:
+    """A record for each number of needles, length and depth, on held-out text."""
+    text = haystack("heldout")
+    for n in needles:
+        for length in lengths:
+            for depth in depths:
+                g = torch.Generator().manual_seed(_cell_seed(seed, n, length, int(depth * 100)))
+                batch = make_batch(text, trials, length, n, g, depth=depth)
+                yield Record(name, length, depth, n, right_answers(model, batch).double().mean().item(), trials)
+
+
+def measure_control(model: K3ForCausalLM, length: int, trials: int, seed: int, name: str = "hybrid") -> Record:
+    """The same question about a key that was never hidden, one other needle being there: scores chance, or the
+    test leaks. The depth of a needle that is not there is given as -1.
+    """
+    g = torch.Generator().manual_seed(_cell_seed(seed, 0, length, 0))
+    batch = make_batch(haystack("heldout"), trials, length, 1, g, control=True)
+    return Record(name, length, -1.0, 0, right_answers(model, batch).double().mean().item(), trials)
+
+
+def _cell_seed(*parts: int) -> int:
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "big")
+
+
+def cache_row(model: K3ForCausalLM, length: int) -> dict[str, int]:
+    """Bytes that one sequence of `length` tokens keeps: the model's own cache, read off a real one, beside what the
+    same model with MLA in every layer would keep (on paper).
+    """
+    width = model.lm_head.weight.itemsize
+    cache = model.new_cache()
+    generate(model, torch.full((1, length), ord(" ")), 1, cache=cache)
+    return {
+        "length": length,
+        "hybrid_bytes": cache.nbytes(),
+        "all_mla_bytes": budget.cache_bytes(model.config.all_mla_twin(), length, number_bytes=width).total,
+    }
+
+
+# ---- the job
+
+
+@dataclass(frozen=True)
+class Job:
+    """Options of `k3lite needle`."""
+
+    out: Path
+    recipe: Recipe = RECIPE
+    lengths: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
+    depths: tuple[float, ...] = (0, 25, 50, 75, 100)
+    needles: tuple[int, ...] = (1, 4)
+    trials: int = 20
+
+    def check(self) -> None:
+        """Raise ValueError before any work if a cell cannot be measured."""
+        if self.trials < 1:
+            raise ValueError(f"trials: got {self.trials}, wanted 1 or more")
+        longest = len(haystack("heldout"))
+        for depth in self.depths:
+            if not 0 <= depth <= 100:
+                raise ValueError(f"depth: got {depth:g}, wanted 0 to 100 percent")
+        for n in self.needles:
+            if n < 1:
+                raise ValueError(f"needles: got {n}, wanted 1 or more")
+            least = shortest_length(n)
+            for length in self.lengths:
+                if not least <= length <= longest:
+                    raise ValueError(f"length: got {length} bytes for {n} needle(s), wanted {least} to {longest}")
+
+
+def run(job: Job, say: Callable[[str], None] = print, progress: bool = True) -> dict[str, Any]:
+    """Train (or find trained), measure, and write needle.json and needle.html under job.out.
+
+    Both files are rewritten after every length, so that a job that is stopped keeps what it measured.
+    """
+    job.check()
+    started = time.perf_counter()
+    model = train_needle_model(job.out, job.recipe, progress)
+    card = read_card(job.out / "model")
+    result: dict[str, Any] = {
+        "training_length": TRAINING_LENGTH,
+        "complete": False,
+        "chance": CHANCE,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "active_parameters": budget.active_parameters(model.config),
+        "card": card,
+        "records": [],
+        "controls": [
+            dataclasses.asdict(measure_control(model, n, max(50, job.trials), job.recipe.seed)) for n in job.lengths[:1]
+        ],
+        "cache": [cache_row(model, length) for length in job.lengths],
+    }
+    cells = len(job.lengths) * len(job.depths) * len(job.needles)
+    records = measure(model, list(job.lengths), list(job.depths), list(job.needles), job.trials, job.recipe.seed)
+    for i, record in enumerate(tqdm(records, total=cells, desc="measuring", disable=not progress), 1):
+        result["records"].append(dataclasses.asdict(record))
+        if i % len(job.depths) == 0:
+            result["complete"] = i == cells
+            result["seconds"] = round(time.perf_counter() - started, 1)
+            write_report(job.out, result)
+    return result
