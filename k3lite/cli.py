@@ -77,7 +77,8 @@ def _needle(args: argparse.Namespace) -> int:
     result = needle_job.run(job)
     print(text_table(result))
     print(f"\nwritten: {args.out / 'needle.json'} and {args.out / 'needle.html'}")
-    print(f"ask it:  k3lite needle ask --model {model_folder} --text FILE --hide abc=4071 --depth 30 --key abc")
+    program = os.path.relpath(sys.argv[0]) if os.sep in sys.argv[0] else sys.argv[0]
+    print(f"ask it:  {program} needle ask --model {model_folder} --text FILE --hide abc=4071 --depth 30 --key abc")
     return 0
 
 

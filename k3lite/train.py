@@ -184,13 +184,11 @@ def _resume(path: Path, model: K3ForCausalLM, optimizer: torch.optim.Optimizer, 
             raise CheckpointError(f"{path}: belongs to another recipe, seed or model; choose another folder or restart")
         saved = {name: f.get_tensor(name) for name in f.keys()}
     losses = saved.pop("losses").tolist()
-    for group in optimizer.param_groups:  # AdamW makes its moments at the first step: make them now, to be filled
-        for p in group["params"]:
-            optimizer.state[p] = {
-                "step": torch.zeros(()),
-                "exp_avg": torch.zeros_like(p),
-                "exp_avg_sq": torch.zeros_like(p),
-            }
+    # AdamW makes a parameter's moments when it first meets a gradient; make the same ones now, to be filled.
+    for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        if f"optimizer.{i}.step" in saved:
+            moments = {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[p] = {"step": torch.zeros(()), **moments}
     live = _tensors(model, optimizer)
     if live.keys() != saved.keys():
         raise CheckpointError(f"{path}: does not hold the tensors of this training; restart")

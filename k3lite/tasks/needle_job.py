@@ -85,22 +85,26 @@ def train_needle_model(folder: Path, recipe: Recipe, progress: bool = True) -> K
             )
         return load_model(target)
     model = needle_model(recipe.seed)
+    resumed = (folder / STATE).exists()
     started = time.perf_counter()
     losses = train(model, curriculum(haystack("train"), recipe), recipe, folder=folder, progress=progress)
     save_model(model, target)
-    write_card(target, recipe, losses, time.perf_counter() - started)
+    write_card(target, recipe, losses, None if resumed else time.perf_counter() - started)
     (folder / STATE).unlink(missing_ok=True)  # finished: the optimizer's moments are of no more use
     return model
 
 
-def write_card(folder: Path, recipe: Recipe, losses: list[float], seconds: float) -> None:
-    """What made the weights in `folder`, so that anybody can make them again and see that they are the same."""
+def write_card(folder: Path, recipe: Recipe, losses: list[float], seconds: float | None) -> None:
+    """What made the weights in `folder`, so that anybody can make them again and see that they are the same.
+
+    seconds: of the training, None where it was done in several sessions.
+    """
     card = {
         "task": "needle: facts hidden in real text, bytes as tokens",
         "recipe": dataclasses.asdict(recipe),
         "training_length": TRAINING_LENGTH,
         "final_loss": round(sum(losses[-20:]) / len(losses[-20:]), 4),
-        "training_seconds": round(seconds, 1),
+        "training_seconds": None if seconds is None else round(seconds, 1),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "sha256": hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest(),

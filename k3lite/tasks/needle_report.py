@@ -54,13 +54,15 @@ def heat_map(result: dict[str, Any]) -> str:
         for c in result["controls"]
     )
     unfinished = "" if result["complete"] else "<p><b>Stopped before all cells were measured.</b></p>"
+    took = f"{card['training_seconds']:.0f} s on " if card["training_seconds"] is not None else ""
+    about = (
+        f"{result['parameters']:,} parameters, {result['active_parameters']:,} active a token; trained for "
+        f"{card['recipe']['steps']} steps on documents up to {result['training_length']} bytes, seed "
+        f"{card['recipe']['seed']}, {took}{card['threads']} CPU thread(s), fp32."
+    )
     return _PAGE.format(
         unfinished=unfinished,
-        about=html.escape(
-            f"{result['parameters']:,} parameters, {result['active_parameters']:,} active a token; trained for "
-            f"{card['recipe']['steps']} steps on documents up to {result['training_length']} bytes, seed "
-            f"{card['recipe']['seed']}, {card['training_seconds']:.0f} s on {card['threads']} CPU thread(s), fp32."
-        ),
+        about=html.escape(about),
         blocks="".join(blocks),
         controls=controls,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import torch
@@ -27,8 +28,8 @@ def clean(raw: bytes) -> bytes:
 
     Bytes outside ASCII, which the haystacks do not hold and a model has therefore never seen, become spaces.
     """
-    ascii_only = raw.decode("utf-8", errors="replace").encode("ascii", errors="replace").replace(b"\r\n", b"\n")
-    return ascii_only.translate(None, RESERVED)
+    text = raw.decode("utf-8", errors="replace").replace("\r\n", "\n")
+    return re.sub(r"[^\x00-\x7f]", " ", text).encode("ascii").translate(None, RESERVED)
 
 
 def haystack(split: str) -> Tensor:

@@ -1,0 +1,61 @@
+# Every target makes .venv by itself and says what it is doing. PYTHON picks the interpreter (3.11 or newer).
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help lab needle test lint bench notebooks clean
+
+help:
+	@echo "make lab        open JupyterLab on the first notebook"
+	@echo "make needle     train a small K3 and measure where it finds hidden facts (about 3 minutes)"
+	@echo "make test       lint, unit and oracle tests, every notebook under nbval, browser tests"
+	@echo "make bench      speed of the fast forms beside the plain ones"
+	@echo "make notebooks  run every notebook and keep its outputs"
+	@echo "make clean      remove .venv"
+
+# One stamp for each set of packages; a change of the pins installs again.
+$(VENV)/.python:
+	@test -n "$(PYTHON)" || { echo "k3lite: no python3 found; install Python 3.11 or newer"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "k3lite: $$($(PYTHON) --version) is too old; install Python 3.11 and run: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@echo "k3lite: making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) || { echo "k3lite: python's venv module is missing (on Debian: apt-get install python3-venv)"; exit 1; }
+	@touch $@
+
+$(VENV)/.course: $(VENV)/.python pyproject.toml constraints.txt
+	@echo "k3lite: installing the course's packages at pinned versions (a few minutes the first time)"
+	@$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[course]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.course tests/oracles/requirements.txt
+	@echo "k3lite: installing the test tools and the independent implementations that the tests compare with"
+	@$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[course,test]'
+	@$(BIN)/pip install --quiet --no-deps --requirement tests/oracles/requirements.txt
+	@touch $@
+
+lab: $(VENV)/.course
+	@echo "k3lite: opening JupyterLab on notebooks/00_start_here.ipynb (Ctrl-C ends it)"
+	@$(BIN)/jupyter lab notebooks/00_start_here.ipynb $(LAB_ARGS)
+
+needle: $(VENV)/.course
+	@$(BIN)/k3lite needle $(ARGS)
+
+lint: $(VENV)/.test
+	@echo "k3lite: lint"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+test: $(VENV)/.test
+	@echo "k3lite: unit and oracle tests, notebooks under nbval, browser tests"
+	@$(BIN)/python -m pytest tests notebooks --nbval --nbval-current-env --nbval-cell-timeout=90 \
+	  --nbval-sanitize-with tests/sanitize.cfg $(ARGS)
+
+bench: $(VENV)/.course
+	@$(BIN)/k3lite bench kda --threads 1 $(ARGS)
+
+notebooks: $(VENV)/.test
+	@$(BIN)/python -m tests.notebooks.execute $(ARGS)
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,83 @@
+"""What every chapter uses: set a guess beside the result, check an exercise, show lines of k3lite.
+
+All three print or display and none raises, so that a chapter runs to its end with no exercise solved.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from IPython.display import Markdown
+
+ROOT = Path(__file__).resolve().parents[1]
+CLOSE = 0.1  # a guess this near, relative to the result, counts as close
+
+
+def compare(guess: float | None, result: float, unit: str = "", digits: int = 1) -> None:
+    """Print a guess beside the result. None stands for a guess not made."""
+    shown = f"{result:,.{digits}f} {unit}".rstrip()
+    if guess is None:
+        print(f"Result: {shown}. No guess yet (write a number in place of None, and run both cells again).")
+        return
+    off = guess - result
+    verdict = "close" if abs(off) <= CLOSE * abs(result) else "too high" if off > 0 else "too low"
+    print(f"Result: {shown}. Your guess: {guess:,} {unit}".rstrip() + f" ({verdict}).")
+
+
+def check(answer: Any, wanted: Any, hints: Mapping[float, str] | None = None, otherwise: str = "") -> None:
+    """Print `passed`, or `not yet:` with what is still wrong.
+
+    answer: the reader's value, or function of one argument.
+    wanted: the right value; for a function {argument: right value}.
+    hints: {wrong / right: what that mistake means}, for numbers.
+    otherwise: what to say of any other wrong answer.
+    """
+    cases = wanted.items() if callable(answer) else [(None, wanted)]
+    for argument, right in cases:
+        try:
+            got = answer(argument) if callable(answer) else answer
+        except Exception as e:
+            print(f"not yet: {_call(answer, argument)} raised {type(e).__name__}: {e}")
+            return
+        fault = _fault(got, right, hints or {}, otherwise)
+        if fault:
+            where = f"{_call(answer, argument)}: " if callable(answer) else ""
+            print(f"not yet: {where}{fault}")
+            return
+    print("passed")
+
+
+def source(thing: Callable) -> Markdown:
+    """The lines of a function or class as they stand in the package, with their file."""
+    file = Path(inspect.getsourcefile(thing)).resolve()
+    name = file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else file.name
+    return Markdown(f"`{name}`\n\n```python\n{inspect.getsource(thing).rstrip()}\n```")
+
+
+def _call(function: Callable, argument: Any) -> str:
+    shown = f"{argument:_}" if isinstance(argument, int) else repr(argument)
+    return f"{getattr(function, '__name__', 'your function')}({shown})"
+
+
+def _fault(got: Any, right: Any, hints: Mapping[float, str], otherwise: str) -> str:
+    """What is wrong with one answer, or an empty string."""
+    if got is None or got is ...:
+        return "nothing there yet. " + otherwise if otherwise else "nothing there yet."
+    if isinstance(right, bool) or not isinstance(right, (int, float)):
+        return "" if got == right else otherwise or f"got {got!r}."
+    if isinstance(got, bool) or not isinstance(got, (int, float)):
+        return f"got {got!r}, wanted a number."
+    if _near(got, right):
+        return ""
+    for factor, hint in hints.items():
+        if _near(got, right * factor):
+            return hint
+    size = "too large" if got > right else "too small"
+    return f"got {got:,}, which is {size}." + (f" {otherwise}" if otherwise else "")
+
+
+def _near(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-9 * max(abs(a), abs(b))

@@ -1,0 +1,97 @@
+"""Every notebook in a real JupyterLab and Chromium: it runs, draws its explorers, and asks nobody for anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+
+import pytest
+
+if not (os.environ.get("CI") or os.environ.get("K3LITE_STRICT")):  # there, a missing playwright is an error
+    pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e '.[test]'")
+from browser_lab import REPO, errors_in
+from playwright.sync_api import expect
+
+NOTEBOOKS = sorted(p.name for p in (REPO / "notebooks").glob("*.ipynb"))
+ALONE = ("from widgets.cache_explorer import explorer", "explorer()")
+
+pytestmark = pytest.mark.timeout(300)  # a server start, a chapter of 90 s, and a busy machine
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS)
+def test_notebook_runs_clean(lab, notebook):
+    cells = lab.open(notebook).run_all()
+    lab.shot(notebook.removesuffix(".ipynb"))
+    stored = json.loads((REPO / "notebooks" / notebook).read_text())["cells"]
+    assert len(cells) == sum(c["cell_type"] == "code" and bool("".join(c["source"]).strip()) for c in stored)
+    assert errors_in(cells) == []
+    assert [c["execution_count"] for c in cells] == list(range(1, len(cells) + 1))
+    assert lab.off_host == []
+    assert lab.console_errors == []
+
+
+def test_explorer_answers_the_keyboard(lab):
+    """In the first notebook that shows the cache explorer: arrow keys move the read-out, the words and the curves."""
+    holding = [n for n in NOTEBOOKS if "cache_explorer" in (REPO / "notebooks" / n).read_text()]
+    if not holding:
+        lab.server.write_notebook("explorer_alone.ipynb", *ALONE)
+    lab.open(holding[0] if holding else "explorer_alone.ipynb").run_all()
+    box = lab.explorer("Context length (tokens)")
+    box.scroll_into_view_if_needed()
+    slider = box.locator(".widget-hslider", has_text="Context length (tokens)")
+    handle, readout = slider.locator(".noUi-handle"), slider.locator(".widget-readout")
+    curves = box.locator(".scatterlayer path.js-line")
+    expect(curves.first).to_be_attached()
+    start, title = readout.inner_text(), box.locator(".gtitle").text_content()
+    marks = dots(box)
+    lab.shot("explorer_before", box)
+
+    handle.focus()
+    for _ in range(4):
+        handle.press("ArrowLeft")
+    expect(readout).not_to_have_text(start)
+    lower = readout.inner_text()
+    assert number(lower) * 4 == number(start)  # a press is half an octave
+    expect(box.locator(".gtitle")).to_contain_text(lower)
+    expect(box.locator("[role=status]").last).to_contain_text(f"At {lower}")
+    assert box.locator(".gtitle").text_content() != title
+    expect(box.locator(".scatterlayer path.point").first).not_to_have_attribute("transform", marks[0])
+
+    lines = [c.get_attribute("d") for c in curves.all()]
+    layers = box.locator(".widget-hslider", has_text="KDA layers").locator(".noUi-handle")
+    layers.focus()
+    for _ in range(5):
+        layers.press("ArrowRight")
+    hybrid = curves.nth(3)
+    expect(hybrid).not_to_have_attribute("d", lines[3])
+    assert [c.get_attribute("d") for c in curves.all()][:3] == lines[:3]  # MHA, GQA and MLA have no KDA layers
+    expect(box.locator("select").first).to_have_value(re.compile("custom"))
+    lab.shot("explorer_after", box)
+    assert lab.off_host == [] and lab.console_errors == []
+
+
+def test_what_goes_wrong_in_a_notebook_is_seen(lab):
+    """The checks above can fail: an error, text on stderr, a cell not reached, a request and a console error."""
+    lab.server.write_notebook(
+        "broken.ipynb",
+        "import sys; print('careful', file=sys.stderr)",
+        "from IPython.display import HTML; HTML('<img src=\"http://example.invalid/pixel.png\">')",
+        "1 / 0",
+        "print('never')",
+    )
+    cells = lab.open("broken.ipynb").run_all()
+    wrong = errors_in(cells)
+    assert "code cell 0 wrote to stderr: careful" in wrong[0]
+    assert wrong[1] == "code cell 2 raised ZeroDivisionError: division by zero"
+    assert wrong[2] == "code cell 3 was not run: print('never')"
+    assert lab.off_host == ["http://example.invalid/pixel.png"]
+    assert any("ERR_FAILED" in e for e in lab.console_errors)
+
+
+def dots(box) -> list[str]:
+    return [p.get_attribute("transform") for p in box.locator(".scatterlayer path.point").all()]
+
+
+def number(text: str) -> int:
+    return int(re.sub(r"\D", "", text))

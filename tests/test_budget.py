@@ -1,0 +1,183 @@
+"""The published figures of K3 and Kimi Linear come out of the released fields (shared sheet §3; hazards T10, T16)."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from k3lite import budget
+from k3lite.cache import K3Cache
+from k3lite.config import K3Config, presets
+from k3lite.model import K3ForCausalLM
+from tests.helpers import tiny
+
+K3 = K3Config.preset("kimi-k3")
+LINEAR = K3Config.preset("kimi-linear-48b")
+MILLION = 1_048_576  # the context limit of both
+
+
+# ---- parameters
+
+
+def test_k3_by_part():
+    assert budget.parameters(K3) == {
+        "embed_tokens": 1_174_405_120,
+        "lm_head": 1_174_405_120,
+        "kda": 30_618_088_704 - 69 * 32,  # the files pad 96 decay rates to 128
+        "mla": 5_572_706_304,
+        "norms": 1_340_416,
+        "attn_res": 2_680_832,
+        "dense_mlp": 726_663_168,
+        "router": 590_955_008,
+        "latent": 4_727_310_336,
+        "shared_experts": 12_155_092_992,
+        "routed_experts": 2_722_740_830_208,
+    }
+
+
+def test_k3_by_layer():
+    assert budget.kda_layer_parameters(K3) == 443_740_384
+    assert budget.mla_layer_parameters(K3) == 232_196_096
+    assert budget.expert_parameters(K3) == 33_030_144
+    assert K3.num_moe_layers * K3.num_experts == 82_432
+
+
+def test_k3_totals():
+    assert sum(budget.parameters(K3).values()) == 2_779_484_476_000
+    assert budget.active_parameters(K3) == 104_189_612_640
+    assert budget.active_parameters(K3, input_embedding=True) == 105_364_017_760
+    assert budget.active_parameters(K3) - budget.parameters(K3)["lm_head"] == 103_015_207_520
+
+
+def test_t16_experts_work_on_the_latent():
+    routed = budget.parameters(K3)["routed_experts"]
+    assert routed * K3.num_experts_per_token // K3.num_experts == 48_620_371_968
+    full = dataclasses.replace(K3, routed_expert_hidden_size=None, latent_moe_use_norm=False)
+    assert budget.parameters(full)["routed_experts"] == 5_445_481_660_416
+    assert budget.parameters(full)["latent"] == 0
+
+
+def test_kimi_linear_totals():
+    assert sum(budget.parameters(LINEAR).values()) == 49_122_681_728
+    assert budget.active_parameters(LINEAR, input_embedding=True) == 3_484_459_904
+    assert budget.active_parameters(LINEAR) == 3_106_972_544
+    assert budget.active_parameters(LINEAR) - budget.parameters(LINEAR)["lm_head"] == 2_729_485_184
+
+
+def test_k3_tiny_totals():
+    config = K3Config.preset("k3-tiny")
+    assert sum(budget.parameters(config).values()) == 125_988
+    assert budget.active_parameters(config) == 107_556
+
+
+CONFIGS = {name: K3Config.preset(name) for name in presets()} | {
+    "tiny-k3": tiny("k3"),
+    "tiny-linear": tiny("linear"),
+    "all-dense": tiny("k3", num_experts=0, num_experts_per_token=0, num_shared_experts=0),
+    "late-and-sparse-moe": tiny("k3", layers=9, first_k_dense_replace=3, moe_layer_freq=2),
+    "no-shared-experts": tiny("linear", num_shared_experts=0),
+    "all-mla": K3.all_mla_twin(),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_budget_is_the_model(name):
+    """Part by part, against the tensors of the model that is really built."""
+    with torch.device("meta"):
+        model = K3ForCausalLM(CONFIGS[name])
+    built = model.parameter_parts()
+    assert {k: v for k, v in budget.parameters(CONFIGS[name]).items() if v} == built
+    assert sum(built.values()) == sum(p.numel() for p in model.parameters())
+
+
+# ---- cache
+
+
+def test_t10_layers():
+    assert (K3.num_kda_layers, K3.num_mla_layers) == (69, 24)
+    assert K3.layer_kinds[-2:] == ("mla", "mla")
+    assert [i for i, kind in enumerate(K3.layer_kinds) if kind == "mla"] == [*range(3, 92, 4), 92]
+    assert (LINEAR.num_kda_layers, LINEAR.num_mla_layers) == (20, 7)
+
+
+def test_t10_k3_cache():
+    cache = budget.cache_bytes(K3, MILLION)
+    assert cache.latent == 28_991_029_248 == 27 * budget.GIB
+    assert cache.state == 434_110_464 == 414 * budget.MIB
+    assert cache.conv == 15_261_696
+    assert cache.total == 29_440_401_408
+    assert budget.cache_bytes(K3, 1).latent == 27_648
+    assert budget.cache_bytes(K3, 4096).latent == 108 * budget.MIB
+    assert budget.cache_bytes(K3, 4096, number_bytes=4).latent == 216 * budget.MIB
+    assert budget.cache_bytes(K3, 0, number_bytes=4).conv == 30_523_392
+    assert budget.cache_bytes(K3, 15_701).latent < cache.state < budget.cache_bytes(K3, 15_702).latent
+
+
+def test_cache_of_a_batch():
+    one, five = (budget.cache_bytes(K3, 1000, batch=n) for n in (1, 5))
+    assert five == budget.CacheBytes(5 * one.latent, 5 * one.state, 5 * one.conv)
+
+
+def test_k3_against_other_layouts():
+    twin = K3.all_mla_twin()
+    assert budget.cache_bytes(twin, 1) == budget.CacheBytes(107_136, 0, 0)
+    assert budget.cache_bytes(twin, MILLION).total == 112_340_238_336 == 104.625 * budget.GIB
+    assert budget.mha_cache_bytes(93, 96, 128, 1) == 4_571_136
+    assert budget.mha_cache_bytes(93, 96, 128, MILLION) == 4_793_183_502_336
+    whole = budget.cache_bytes(K3, MILLION).total
+    assert 112_340_238_336 / whole == pytest.approx(3.82, abs=0.005)
+    assert 4_793_183_502_336 / whole == pytest.approx(162.8, abs=0.05)
+    assert 4_571_136 / 27_648 == pytest.approx(165.3, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    "tokens, saved", [(1024, -335), (4096, -28), (8192, 23), (32_768, 61), (131_072, 71), (MILLION, 73.8)]
+)
+def test_up_to_75_percent_depends_on_the_context(tokens, saved):
+    whole, twin = (budget.cache_bytes(c, tokens).total for c in (K3, K3.all_mla_twin()))
+    assert 100 * (1 - whole / twin) == pytest.approx(saved, abs=0.5)
+
+
+def test_kimi_linear_cache():
+    assert budget.cache_bytes(LINEAR, 1).latent == 8_064
+    assert budget.cache_bytes(LINEAR, MILLION).latent == 7.875 * budget.GIB
+    assert budget.cache_bytes(LINEAR.all_mla_twin(), MILLION).total == 30.375 * budget.GIB
+    assert budget.cache_bytes(LINEAR, 0).state == 40 * budget.MIB
+    assert 1 - 8_064 / budget.cache_bytes(LINEAR.all_mla_twin(), 1).total == pytest.approx(0.7407, abs=5e-5)
+
+
+def test_break_even():
+    assert budget.break_even_tokens(K3) == 5_461
+    assert budget.break_even_tokens(K3, conv=True) == 5_653
+    assert budget.break_even_tokens(K3, state_bytes=2) == 2_730  # 2,730.67: the sheet rounds it, this is the floor
+    assert budget.break_even_tokens(K3.all_mla_twin()) is None
+    for tokens, cheaper in ((5_461, False), (5_462, True)):
+        k3, twin = budget.cache_bytes(K3, tokens), budget.cache_bytes(K3.all_mla_twin(), tokens)
+        assert (k3.latent + k3.state < twin.latent) is cheaper
+
+
+def test_other_head_layouts():
+    assert budget.mha_cache_bytes(1, 1, 64, 1) == 256  # K and V, two bytes each
+    gqa, mqa = (budget.mha_cache_bytes(93, heads, 128, 1) for heads in (8, 1))
+    assert (4_571_136 // gqa, 4_571_136 // mqa) == (12, 96)
+
+
+def test_longest_context():
+    assert budget.longest_context(100, 10, 35) == 6
+    assert budget.longest_context(100, 10) == 10
+    assert budget.longest_context(34, 10, 35) == 0
+    assert budget.longest_context(100, 0, 35) is None
+    fixed = budget.cache_bytes(K3, 0).total
+    tokens = budget.longest_context(80 * budget.GIB, 27_648, fixed)
+    assert budget.cache_bytes(K3, tokens).total <= 80 * budget.GIB < budget.cache_bytes(K3, tokens + 1).total
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_an_empty_cache_has_the_predicted_size(name, dtype):
+    """Counted on meta tensors, so for K3 itself too. (`test_model` fills the caches of small models.)"""
+    config = CONFIGS[name]
+    cache = K3Cache.empty(config, 3, dtype, "meta")
+    predicted = budget.cache_bytes(config, 0, batch=3, number_bytes=dtype.itemsize)
+    assert cache.bytes() == predicted
+    assert cache.nbytes() == predicted.total

@@ -1,0 +1,152 @@
+"""The command line as a user types it: one clear line for a mistake, a non-zero exit, never half a file."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from k3lite import bench, cli
+from k3lite.cli import main
+
+QUICK = ["--steps", "2", "--lengths", "32", "--depths", "0,100", "--needles", "1", "--trials", "2"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out = tmp_path_factory.mktemp("needle")
+    assert main(["needle", *QUICK, "--out", str(out)]) == 0
+    return out
+
+
+def one_line(capsys) -> str:
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("k3lite")]
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def test_needle_prints_a_table_and_names_its_files(tmp_path, capsys):
+    assert main(["needle", *QUICK, "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "training a small K3 for 2 steps" in out
+    assert "recall in % of 2 documents a cell" in out and "all-MLA KiB" in out
+    assert str(tmp_path / "needle.json") in out
+    assert json.loads((tmp_path / "needle.json").read_text())["complete"]
+
+
+def test_a_finished_model_is_measured_again_and_not_trained(finished, capsys):
+    before = (finished / "model" / "model.safetensors").stat().st_mtime_ns
+    assert main(["needle", *QUICK, "--out", str(finished)]) == 0
+    assert "is trained already: measuring only" in capsys.readouterr().out
+    assert (finished / "model" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_ask_says_what_it_read_and_whether_the_answer_is_right(finished, tmp_path, capsys):
+    text = tmp_path / "mine.txt"
+    text.write_text("Some prose of my own.\nxyz=1234\nAnd more of it.\n")
+    assert main(["needle", "ask", "--model", str(finished / "model"), "--text", str(text), "--key", "xyz"]) == 0
+    out = capsys.readouterr().out
+    assert "?xyz=" in out and "wrong: the text says 1234" in out, "two steps teach nothing"
+    assert main(["needle", "ask", "--model", str(finished / "model"), "--text", str(text), "--key", "aaa"]) == 0
+    assert "there is no line aaa=dddd in the text: this answer is a guess" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--depths", "120"], "depth: got 120, wanted 0 to 100 percent"),
+        (["--lengths", "14"], "length: got 14 bytes for 1 needle(s), wanted 15 to"),
+        (["--threads", "0"], "threads: got 0"),
+        (["--steps", "0"], "steps: got 0"),
+        (["--seed", "5"], "another recipe or seed"),
+    ],
+)
+def test_bad_options_are_one_line_and_a_failure(finished, capsys, options, message):
+    assert main(["needle", *QUICK, "--out", str(finished), *options]) == 2
+    assert message in one_line(capsys)
+
+
+def test_options_of_the_wrong_kind_are_refused_by_the_parser(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["needle", "--lengths", "long"])
+    assert stop.value.code == 2
+    assert "comma-separated list of int" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--text", "nowhere.txt", "--key", "abc"], "--text nowhere.txt: No such file"),
+        (["--text", "{text}", "--key", "ABC"], "key: got 'ABC'"),
+        (["--text", "{text}", "--key", "abc", "--hide", "abc=1"], "fact: got 'abc=1'"),
+        (["--text", "{text}", "--key", "abc", "--depth", "-3"], "depth: got -3"),
+        (["--text", "{text}", "--key", "abc", "--model", "{empty}"], "no finished needle model"),
+    ],
+)
+def test_bad_questions(finished, tmp_path, capsys, arguments, message):
+    text = tmp_path / "text.txt"
+    text.write_text("prose")
+    filled = [a.format(text=text, empty=tmp_path) for a in arguments]
+    assert main(["needle", "ask", "--model", str(finished / "model"), *filled]) == 2
+    assert message in one_line(capsys)
+
+
+def test_a_corrupt_model_is_one_line(finished, tmp_path, capsys):
+    import shutil
+
+    copy = tmp_path / "out"
+    shutil.copytree(finished, copy)
+    weights = copy / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert main(["needle", *QUICK, "--out", str(copy)]) == 2
+    assert "damaged or replaced" in one_line(capsys)
+
+
+def test_an_output_folder_that_is_a_file(tmp_path, capsys):
+    (tmp_path / "out").write_text("")
+    assert main(["needle", *QUICK, "--out", str(tmp_path / "out")]) == 2
+    assert "out" in one_line(capsys)
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_in_a_real_process_keeps_what_is_done(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "k3lite.cli",
+        "needle",
+        *QUICK,
+        "--steps",
+        "500",
+        "--threads",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert "training a small K3" in process.stdout.readline()
+    while "1/500" not in (seen := process.stderr.read(1) + process.stderr.readline(40)):  # a step is done
+        assert process.poll() is None, seen
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == cli.INTERRUPTED
+    assert err.splitlines()[-1].startswith("k3lite: stopped after ")
+    assert [p.name for p in tmp_path.iterdir()] == ["train_state.safetensors"]
+
+
+def test_bench_prints_a_table_and_writes_rows(tmp_path, capsys, monkeypatch):
+    one = bench.Row("kda", "forward T=1", 1.0, "step by step", 2.5, 2.5, 1, "float32", "cpu")
+    monkeypatch.setattr(bench, "run", lambda name: [one])
+    assert main(["bench", "kda", "--json", str(tmp_path / "rows.json")]) == 0
+    assert "forward T=1" in capsys.readouterr().out
+    (row,) = json.loads((tmp_path / "rows.json").read_text())
+    assert list(row) == ["bench", "case", "ours_s", "peer", "peer_s", "ratio", "threads", "dtype", "device"]
+
+
+def test_bench_rows_are_measured():
+    row = bench.row(
+        "x", "case", lambda: sum(range(10)), "slow", lambda: sum(range(300_000)), __import__("torch").float32
+    )
+    assert row.ours_s > 0 and row.peer_s > 0
+    assert row.ratio == row.peer_s / row.ours_s

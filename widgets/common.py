@@ -1,0 +1,171 @@
+"""What every explorer shares: colours, the spelling of bytes, labelled controls, the message line, the box returned."""
+
+from __future__ import annotations
+
+import html
+import math
+import traceback
+from collections.abc import Callable
+
+import ipywidgets as w
+import plotly.graph_objects as go
+
+# Okabe and Ito's palette: its colours can be told apart with any of the common colour-vision deficiencies.
+ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7"
+# One ink for two themes: no grey has more than 4.35 : 1 against JupyterLab's white and its dark #111 at once,
+# and this is the one that has it.
+INK = "#797979"
+GRID = "rgba(128,128,128,0.22)"
+
+# Memory of one device in bytes, as the vendor prints it. Vendor-reported, NVIDIA: product pages of H200, H100 SXM
+# and RTX 4090; for the B200 what a DGX B200 lists (1,440 GB over eight; launch material said 192 GB each).
+# A vendor's GB is read as 10^9 bytes, the cautious reading. The laptop is an example, nobody's figure.
+DEVICES = {
+    "H200": 141 * 10**9,
+    "B200": 180 * 10**9,
+    "H100 SXM": 80 * 10**9,
+    "RTX 4090": 24 * 10**9,
+    "laptop": 16 * 10**9,
+}
+
+
+# ---- spelling
+
+
+def format_bytes(n: float, short: bool = False) -> str:
+    """Bytes in binary units with three or four figures: 434110464 -> '414.0 MiB'; short, as on an axis: '414 MiB'."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+    size, unit = float(n), 0
+    while size >= 1023.95 and unit < len(units) - 1:  # 1023.95 would print as 1024.0
+        size, unit = size / 1024, unit + 1
+    digits = 0 if unit == 0 else 2 if size < 9.995 else 1
+    return f"{size:.4g} {units[unit]}" if short else f"{size:,.{digits}f} {units[unit]}"
+
+
+def device_label(device: str) -> str:
+    """'H200, 141 GB': a key of DEVICES with its memory in the vendor's unit."""
+    return f"{device}, {DEVICES[device] // 10**9} GB"
+
+
+def byte_steps(top: float) -> list[int]:
+    """Three to six tick values above 0 for a linear axis from 0 to `top` bytes, a power of two apart."""
+    step = 2 ** max(0, math.ceil(math.log2(top / 6)))
+    return list(range(0, int(top) + 1, step))
+
+
+def whole(name: str, value: object, low: int, high: int) -> None:
+    """Raise ValueError unless value is a whole number from low to high; the text is meant for the reader."""
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"{name}: got {value!r}, wanted a whole number from {low:,} to {high:,}.")
+
+
+# ---- figures
+
+
+WIDTH = 900  # pixels; fits a notebook on a 1366-pixel screen with the file browser open
+
+
+def layout(height: int, axes: dict[str, dict], **parts) -> dict:
+    """A plotly layout in the course's look: no background of its own, so that it sits in a light and a dark notebook.
+
+    The width is fixed: a FigureWidget that is left to find its own draws 700 pixels and misses later changes.
+    height: pixels. axes: settings by name ("xaxis", "yaxis2"). parts: everything else of a layout. One plain dict,
+    because plotly checks a figure that is built at once four times faster than one that is changed step by step.
+    """
+    lines = {"gridcolor": GRID, "linecolor": INK, "zeroline": False, "ticks": "outside", "tickcolor": GRID}
+    clear = {"template": "none", "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)"}
+    base = {"height": height, "width": WIDTH, "font": {"color": INK, "size": 13}}
+    return clear | base | {name: lines | axis for name, axis in axes.items()} | parts
+
+
+def axis(title: str, values, texts, **settings) -> dict:
+    """An axis with hand-set ticks: bytes tick at powers of two, which plotly does not choose by itself."""
+    labels = {"tickvals": list(values), "ticktext": list(texts)}
+    return {"title": {"text": title, "font": {"size": 13}}} | labels | settings
+
+
+def redraw(target: go.FigureWidget, source: go.Figure) -> None:
+    """Move what `source` shows into the living `target`, as one message to the browser.
+
+    Both come from the same figure(), so traces pair up by position and have the same properties. The number of
+    annotations is constant too (hide what does not apply): the browser pairs them up, and fonts have leaked across.
+    Only what differs is set, since setting is what costs plotly its time.
+    """
+    parts = [*zip(target.data, source.data, strict=True), (target.layout, source.layout)]
+    with target.batch_update():
+        for old, new in parts:
+            before, after = old.to_plotly_json(), new.to_plotly_json()
+            for name, value in after.items():
+                if before.get(name) != value:
+                    old[name] = value  # as a whole; update() would walk into every annotation
+
+
+# ---- controls
+
+# ipywidgets cuts a slider's read-out at 72 px, which "1,048,576 tokens" does not fit.
+STYLE = "<style>.k3lite-explorer .widget-readout {min-width: 125px; text-align: left}</style>"
+
+
+def labelled(kind: type[w.Widget], label: str, **options) -> w.Widget:
+    """A control with its whole label in view. `label` ends in the unit."""
+    # ipywidgets' own 80 px cut most labels off.
+    return kind(description=label, style={"description_width": "200px"}, layout={"width": "99%"}, **options)
+
+
+def side_by_side(columns: list[list[w.Widget]]) -> w.Box:
+    """Columns of controls that wrap under each other where the page is narrow."""
+    stacks = [w.VBox(column, layout={"flex": "1 1 400px"}) for column in columns]
+    return w.Box(stacks, layout={"flex_flow": "row wrap", "width": "100%", "max_width": f"{WIDTH}px"})
+
+
+def spoken(text: str) -> str:
+    """HTML of the sentences under a picture; a screen reader reads them out when they change."""
+    style = f"font-size:14px;line-height:1.5;margin:4px 10px;max-width:{WIDTH - 20}px"
+    return f'<p role="status" aria-live="polite" style="{style}">{html.escape(text)}</p>'
+
+
+class Message(w.HTML):
+    """The line of an explorer that says what was wrong. Empty while all is well, never silent when it is not."""
+
+    def show(self, text: str, error: bool = False) -> None:
+        """Show plain text, or nothing if it is empty. An error is read out at once by screen readers."""
+        if not text:
+            self.value = ""
+            return
+        colour, role, word = (VERMILION, "alert", "Not drawn. ") if error else (ORANGE, "status", "")
+        self.value = (
+            f'<div role="{role}" style="border-left:4px solid {colour};padding:2px 10px;line-height:1.5;'
+            f'white-space:pre-wrap"><b>{word}</b>{html.escape(text)}</div>'
+        )
+
+    def guard(self, action: Callable[[], None]) -> None:
+        """Run the body of a callback. A ValueError is for the reader to mend, so its text is shown; any other
+        exception is ours, and its traceback is shown too. Jupyter would drop both without a trace.
+        """
+        try:
+            action()
+        except ValueError as e:
+            self.show(f"{e} The picture keeps the last values that worked.", error=True)
+        except Exception:
+            self.show("A fault of this explorer, please report it.\n" + traceback.format_exc(), error=True)
+
+
+class Explorer(w.VBox):
+    """What an explorer() returns: the box to display, and its parts by name so that cells and tests can drive it."""
+
+    def __init__(
+        self,
+        title: str,
+        controls: dict[str, w.Widget],
+        figure: go.FigureWidget,
+        text: w.HTML,
+        message: Message,
+        children: list[w.Widget],
+    ):
+        self.title, self.controls, self.figure, self.text, self.message = title, controls, figure, text, message
+        super().__init__(children=[w.HTML(STYLE), *children], layout={"width": "100%", "overflow": "auto hidden"})
+        self.add_class("k3lite-explorer")
+
+    def __repr__(self) -> str:
+        # A notebook stores this as text/plain: without ids in it, the stored output is the same on every run.
+        return f"Explorer({self.title!r})"
