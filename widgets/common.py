@@ -17,9 +17,9 @@ ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = "#E69F00", "#56B4E9", "#009E73", "
 INK = "#797979"
 GRID = "rgba(128,128,128,0.22)"
 
-# Memory of one device in bytes, as the vendor prints it. Vendor-reported, NVIDIA: product pages of H200, H100 SXM
-# and RTX 4090; for the B200 what a DGX B200 lists (1,440 GB over eight; launch material said 192 GB each).
-# A vendor's GB is read as 10^9 bytes, the cautious reading. The laptop is an example, nobody's figure.
+# Memory of one device in bytes, vendor-reported as third parties quote it (NVIDIA's own pages were not read). For the
+# B200, 180 GB is what a DGX B200 gives each of its eight; launch material said 192 GB. A vendor's GB is read as 10^9
+# bytes, the cautious reading. The laptop is an example, nobody's figure.
 DEVICES = {
     "H200": 141 * 10**9,
     "B200": 180 * 10**9,

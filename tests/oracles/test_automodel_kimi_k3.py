@@ -4,6 +4,10 @@ Its GPU kernels are replaced by plain code: KDA by fla's `naive_recurrent_kda`, 
 kernel L2-norms q and k itself (x rsqrt(sum + 1e-6)), so the replacement does; the norm is written out here and not
 taken from k3lite. (With `kda_use_qk_l2norm_in_kernel` off, automodel would use F.normalize, another formula near 0:
 k3-architecture §7.3.)
+
+Both sides are fp32. On this model our own fp32 is off our own fp64 by 3e-6 on logits and by 3e-5 on the gradient of a
+decay rate (the worst); between the two implementations 9e-6 and 6e-5 are measured. The limits are about three times
+that.
 """
 
 import copy

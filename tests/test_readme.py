@@ -1,0 +1,65 @@
+"""The README is true: its links lead somewhere, its map names what is there, its table is the measured one."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from k3lite import budget
+from k3lite.config import K3Config
+from k3lite.tasks.needle_job import read_card
+from k3lite.tasks.needle_report import text_table
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+NEEDLE = ROOT / "data" / "models" / "needle"
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", README))))
+def test_links_lead_somewhere(target):
+    assert target.startswith("https://") or (ROOT / target).exists()
+
+
+def test_the_map_names_what_is_there():
+    tree = README.split("## What is where")[1].split("```")[1]
+    for name in re.findall(r"^(?:  )?((?:[\w./*-]+\.(?:py|toml|yml)|Makefile|[a-z0-9]+/) ?)", tree, re.MULTILINE):
+        found = [p for base in (ROOT, ROOT / "k3lite") for p in base.glob(name.strip())]
+        assert found, f"{name} is in the map and not in the tree"
+    for module in (ROOT / "k3lite").glob("*.py"):
+        assert module.name in tree or module.name == "__init__.py", f"{module.name} is not in the map"
+
+
+def test_every_chapter_is_linked():
+    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
+        assert f"notebooks/{notebook.name}" in README
+
+
+def test_the_recall_table_is_what_was_measured():
+    result = json.loads((NEEDLE / "needle.json").read_text())
+    assert result["complete"]
+    assert text_table(result).strip("\n") in README
+    assert read_card(NEEDLE) == result["card"], "by the model that is shipped"
+
+
+def test_the_trained_model_learnt_its_task():
+    result = json.loads((NEEDLE / "needle.json").read_text())
+    trained = [r["recall"] for r in result["records"] if r["length"] == result["training_length"] and r["needles"] == 1]
+    assert trained and min(trained) > 0.95
+    assert all(c["recall"] <= 0.02 for c in result["controls"])
+
+
+@pytest.mark.parametrize(
+    "figure",
+    [
+        f"{sum(budget.parameters(K3Config.preset('kimi-k3')).values()):,}",
+        f"{budget.active_parameters(K3Config.preset('kimi-k3')):,}",
+        f"{sum(budget.parameters(K3Config.preset('kimi-linear-48b')).values()):,}",
+        f"{budget.break_even_tokens(K3Config.preset('kimi-k3')):,} tokens",
+        f"{budget.cache_bytes(K3Config.preset('kimi-k3'), 2**20).latent / budget.GIB:.2f} GiB",
+        f"{budget.cache_bytes(K3Config.preset('kimi-k3'), 2**20).state / budget.MIB:.0f} MiB",
+        f"{budget.cache_bytes(K3Config.preset('kimi-k3').all_mla_twin(), 2**20).total / budget.GIB:.3f} GiB",
+    ],
+)
+def test_figures_are_what_the_budget_says(figure):
+    assert figure in README
