@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:
 	@echo "make lab        open JupyterLab on the first notebook"
-	@echo "make needle     train a small K3 and measure where it finds hidden facts (about 3 minutes)"
+	@echo "make needle     train a small K3 and measure where it finds hidden facts (about 3 minutes on two cores)"
 	@echo "make test       lint, unit and oracle tests, every notebook under nbval, browser tests"
 	@echo "make bench      speed of the fast forms beside the plain ones"
 	@echo "make notebooks  run every notebook and keep its outputs"
@@ -36,7 +36,7 @@ $(VENV)/.test: $(VENV)/.course tests/oracles/requirements.txt
 
 lab: $(VENV)/.course
 	@echo "k3lite: opening JupyterLab on notebooks/00_start_here.ipynb (Ctrl-C ends it)"
-	@$(BIN)/jupyter lab notebooks/00_start_here.ipynb $(LAB_ARGS)
+	@$(BIN)/jupyter lab notebooks/00_start_here.ipynb $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS)
 
 needle: $(VENV)/.course
 	@$(BIN)/k3lite needle $(ARGS)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from k3lite.budget import CacheBytes
-from k3lite.config import K3Config
+from k3lite.config import K3Config, LayerKind
 
 
 @dataclass
@@ -61,6 +61,11 @@ class K3Cache:
             else:
                 layers.append(LatentCache(zeros(0, config.latent_width)))
         return cls(layers)
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """Kind of each layer, like K3Config.layer_kinds."""
+        return tuple("kda" if isinstance(x, KdaState) else "mla" for x in self.layers)
 
     @property
     def batch(self) -> int:

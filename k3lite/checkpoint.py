@@ -28,6 +28,10 @@ PREFIX = "language_model."  # of the text model in K3's files
 _STACKED = re.compile(r"(.*\.experts)\.(w[123])$")
 
 
+# transformers 5.24 saves a dense layer's MLP under the experts' name; the released files say `mlp`.
+_DENSE_MLP = re.compile(r"\.block_sparse_moe\.((?:gate|up|down)_proj\.weight)$")
+
+
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used; the message lists everything that is wrong with it."""
 
@@ -64,7 +68,7 @@ def load_model(folder: str | Path, config: K3Config | None = None) -> K3ForCausa
     for path in files:
         with open_safetensors(path) as f:
             for raw in f.keys():
-                name = raw.removeprefix(PREFIX)
+                name = _name(raw)
                 if name in found:
                     problems.append(f"{name}: twice, in {found[name].name} and {path.name}")
                 found[name] = path
@@ -80,9 +84,14 @@ def load_model(folder: str | Path, config: K3Config | None = None) -> K3ForCausa
         for path in files:
             with open_safetensors(path) as f:
                 for raw in f.keys():
-                    target = wanted[raw.removeprefix(PREFIX)]
+                    target = wanted[_name(raw)]
                     target.copy_(f.get_tensor(raw).flatten()[: target.numel()].view_as(target))
     return model.eval()
+
+
+def _name(raw: str) -> str:
+    """A file's tensor name as k3lite's."""
+    return _DENSE_MLP.sub(r".mlp.\1", raw.removeprefix(PREFIX))
 
 
 def _fits(name: str, shape: tuple[int, ...], target: Tensor) -> bool:

@@ -78,6 +78,10 @@ def _needle(args: argparse.Namespace) -> int:
     print(text_table(result))
     print(f"\nwritten: {args.out / 'needle.json'} and {args.out / 'needle.html'}")
     program = os.path.relpath(sys.argv[0]) if os.sep in sys.argv[0] else sys.argv[0]
+    if max(job.needles) == 1:
+        print(
+            f"one needle proves little; several, without new training:  {program} needle --needles 1,4,8 --out {args.out}"
+        )
     print(f"ask it:  {program} needle ask --model {model_folder} --text FILE --hide abc=4071 --depth 30 --key abc")
     return 0
 

@@ -161,6 +161,8 @@ class K3Config:
         if "model_max_length" in fields:  # Kimi Linear's spelling
             fields.setdefault("max_position_embeddings", fields["model_max_length"])
             del fields["model_max_length"]
+        if fields.pop("attention_bias", False):
+            raise ConfigError("attention_bias: got true, wanted false: no projection of K3 has a bias")
         attn = fields.get("linear_attn_config")
         if isinstance(attn, dict):
             attn = {k: tuple(v) if isinstance(v, list) else v for k, v in attn.items()}
@@ -369,7 +371,8 @@ def _want(ok: bool, name: str, got: Any, wanted: str) -> None:
 
 # Fields of released files that change no formula: what transformers 4.56 writes for every model, how a
 # file is loaded, and leftovers of other models. `head_dim` (72 or 74) is hidden_size // heads and no layer
-# has that width; `rope_theta` and `rope_scaling` are defaults of newer loaders, and nothing is rotated.
+# has that width; `rope_theta` and `rope_scaling` are defaults of newer loaders, and nothing is rotated. The last
+# two lines are transformers 5.24's own copies of other fields.
 _NOT_MATHS = frozenset(
     """
     _name_or_path add_cross_attention architectures auto_map bad_words_ids begin_suppress_tokens
@@ -382,5 +385,7 @@ _NOT_MATHS = frozenset(
     suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class
     top_k top_p torchscript transformers_version typical_p use_bfloat16 use_cache attention_dropout
     head_dim rope_theta rope_scaling rope_parameters
+    layer_types mlp_layer_types linear_head_dim linear_num_heads linear_conv_kernel_dim qk_head_dim
+    output_router_logits pretraining_tp
     """.split()
 )

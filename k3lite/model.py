@@ -27,6 +27,7 @@ from k3lite.kda import KimiDeltaAttention
 from k3lite.mla import GatedMLA
 from k3lite.mlp import GatedMLP, RMSNorm, linear
 from k3lite.moe import Experts, LatentMoE, Router
+from k3lite.ops.pointwise import check_cu_seqlens
 
 
 class DecoderLayer(nn.Module):
@@ -198,14 +199,20 @@ class K3ForCausalLM(nn.Module):
     def _check(self, ids, cache, attention_mask, cu_seqlens, labels, logits_to_keep) -> Tensor | None:
         if ids.dim() != 2 or ids.is_floating_point():
             raise ValueError(f"input_ids: got {ids.dtype} of shape {tuple(ids.shape)}, wanted whole numbers [B, T]")
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.config.vocab_size:
+        if ids.numel() == 0 or ids.dtype == torch.bool:
+            raise ValueError(f"input_ids: got {ids.dtype} of shape {tuple(ids.shape)}, wanted at least one token id")
+        if not 0 <= int(ids.min()) <= int(ids.max()) < self.config.vocab_size:
             raise ValueError(
                 f"input_ids: got ids {int(ids.min())}..{int(ids.max())}, wanted 0..{self.config.vocab_size - 1}"
             )
         if cache is not None and cache.batch != ids.shape[0]:
             raise ValueError(f"cache: made for batch {cache.batch}, got input_ids with batch {ids.shape[0]}")
-        if cu_seqlens is not None and (cache is not None or attention_mask is not None or ids.shape[0] != 1):
-            raise ValueError("cu_seqlens: packed sequences take one row (B = 1), no cache and no attention_mask")
+        if cache is not None and cache.kinds != self.config.layer_kinds:
+            raise ValueError("cache: made for a model with other layers")
+        if cu_seqlens is not None:
+            check_cu_seqlens(cu_seqlens, *ids.shape)
+        if cu_seqlens is not None and (cache is not None or attention_mask is not None):
+            raise ValueError("cu_seqlens: packed sequences take no cache and no attention_mask")
         for name, x in (("attention_mask", attention_mask), ("labels", labels)):
             if x is not None and x.shape != ids.shape:
                 raise ValueError(f"{name}: got shape {tuple(x.shape)}, wanted {tuple(ids.shape)} like input_ids")
@@ -213,6 +220,8 @@ class K3ForCausalLM(nn.Module):
             raise ValueError(f"logits_to_keep: got {logits_to_keep}, wanted 1..{ids.shape[1]}")
         if logits_to_keep is not None and labels is not None:
             raise ValueError("logits_to_keep: the loss needs all logits; leave it out when labels are given")
+        if labels is not None and bool(((labels >= self.config.vocab_size) | (labels < 0) & (labels != -100)).any()):
+            raise ValueError(f"labels: wanted 0..{self.config.vocab_size - 1}, or -100 where no loss is wanted")
         if attention_mask is None:
             return None
         mask = attention_mask.bool()
@@ -232,6 +241,8 @@ def _loss(logits: Tensor, labels: Tensor, mask: Tensor | None, cu_seqlens: Tenso
     if cu_seqlens is not None:
         starts = cu_seqlens[(cu_seqlens > 0) & (cu_seqlens < labels.shape[1])]
         targets[0, starts - 1] = -100
+    if not bool((targets != -100).any()):
+        raise ValueError("labels: no token is left to predict (the first of a sequence has nothing before it)")
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten(), ignore_index=-100)
 
 

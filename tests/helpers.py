@@ -82,6 +82,10 @@ def outputs_and_gradients(
     return {"o": o, "S": S}, {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
 
 
+# What these give is normed next, by rsqrt(mean + eps) or rsqrt(sum + eps). Kept small, a wrong eps shows.
+SMALL = {"embed_tokens": 0.05, "k_proj": 0.02, "q_a_proj": 0.02, "kv_a_proj_with_mqa": 0.02, "routed_expert_down_proj": 0.1}
+
+
 @torch.no_grad()
 def randomise(tensors: Iterable[tuple[str, Tensor]], seed: int = 0) -> None:
     """Give every weight a value that matters: no norm at one, no query, gate bias or correction bias at zero."""
@@ -94,12 +98,15 @@ def randomise(tensors: Iterable[tuple[str, Tensor]], seed: int = 0) -> None:
             p.copy_(0.1 * noise)
         elif "norm" in name:
             p.copy_(1 + 0.3 * noise)
-        elif "dt_bias" in name or "embed_tokens" in name:
+        elif "dt_bias" in name:
             p.copy_(noise)
         elif "conv1d" in name:
             p.copy_(0.5 * noise)
+        elif "embed_tokens" in name:
+            p.copy_(SMALL["embed_tokens"] * noise)
         else:
-            p.copy_(noise * p.shape[-1] ** -0.5)  # [out, in]: keeps the size of what goes through
+            size = next((s for part, s in SMALL.items() if f".{part}." in name), 1.0)
+            p.copy_(size * noise * p.shape[-1] ** -0.5)  # [out, in]: keeps the size of what goes through
 
 
 def random_model(config: K3Config, seed: int = 0) -> K3ForCausalLM:

@@ -100,7 +100,7 @@ def test_k3_makes_186_mixes_of_1002_sources(mixes):
 
 @pytest.mark.parametrize("block", [1, 2, 3, 5, 9])
 def test_stored_blocks_are_sums_of_sublayer_outputs(monkeypatch, block):
-    config = tiny("k3", layers=5, attn_res_block_size=block, dtype="float64")
+    config = tiny("k3", layers=5, attn_res_block_size=block, rms_norm_eps=3e-4, dtype="float64")
     model, ids = random_model(config), torch.tensor([[1, 2, 3, 4]])
     streams, outputs = [], []
 
@@ -116,7 +116,7 @@ def test_stored_blocks_are_sums_of_sublayer_outputs(monkeypatch, block):
     model(ids)
 
     stream, sums = streams[0], [sum(outputs[i : i + 2 * block]) for i in range(0, 10, 2 * block)]
-    assert len(stream.blocks) == math.ceil(5 / block)
+    assert stream.eps == 3e-4 and len(stream.blocks) == math.ceil(5 / block)
     assert_close("b0", stream.blocks[0], model.model.embed_tokens(ids), 0)
     for n, (got, want) in enumerate(zip([*stream.blocks[1:], stream.live], sums, strict=True), 1):
         assert_close(f"b{n}", got, want, 1e-12)

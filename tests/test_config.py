@@ -229,3 +229,10 @@ def test_missing_file(tmp_path):
         K3Config.from_json(tmp_path / "nowhere.json")
     with pytest.raises(ConfigError, match="config.json: cannot be read"):
         K3Config.from_json(tmp_path)
+
+
+def test_a_bias_that_the_model_does_not_have_is_refused():
+    raw = K3Config.preset("k3-tiny").to_dict()
+    assert K3Config.from_dict({**raw, "attention_bias": False}) == K3Config.preset("k3-tiny")
+    with pytest.raises(ConfigError, match="attention_bias: got true, wanted false"):
+        K3Config.from_dict({**raw, "attention_bias": True})

@@ -11,6 +11,7 @@ from k3lite.cache import K3Cache, KdaState, LatentCache
 from k3lite.config import K3Config
 from k3lite.kda import KimiDeltaAttention
 from k3lite.mla import GatedMLA
+from k3lite.mlp import RMSNorm
 from k3lite.model import K3ForCausalLM
 from tests.helpers import assert_all_close, assert_close, random_model, tiny
 
@@ -209,14 +210,14 @@ def test_state_is_fp32_in_a_bf16_model(kind):
 
 @kinds
 def test_bf16_stays_near_fp32(kind):
-    """The same bf16 weights, computed in bf16 and in fp32: some per cent after five layers of 8-bit mantissas. Without
+    """The same bf16 weights, computed in bf16 and in fp32: a tenth, after five layers of 8-bit mantissas. Without
     experts, as a near tie that falls the other way replaces a whole expert."""
     dense = {"num_experts": 0, "num_experts_per_token": 0, "num_shared_experts": 0, "latent_moe_use_norm": False}
     low, ids = model_of(kind, "bfloat16", **dense), tokens(2, T)
     high = K3ForCausalLM(dataclasses.replace(low.config, dtype="float32")).eval()
     high.load_state_dict(low.state_dict())
     with torch.no_grad():
-        assert_close("logits", low(ids).logits, high(ids).logits, 0.1)
+        assert_close("logits", low(ids).logits, high(ids).logits, 0.25)
 
 
 @kinds
@@ -304,7 +305,7 @@ def test_training_and_evaluation_give_the_same_logits(kind):
 def test_gradient_against_finite_differences(kind):
     model, ids = model_of(kind, layers=3).double(), tokens(1, 12)  # double(): the fp32 parameters too
     model(ids, labels=ids).loss.backward()
-    rng, step = torch.Generator().manual_seed(0), 1e-6
+    rng, step = torch.Generator().manual_seed(0), 1e-7
     for name, p in model.named_parameters():
         if p.grad is None or not p.grad.any():
             continue
@@ -316,7 +317,7 @@ def test_gradient_against_finite_differences(kind):
                 loss.append(model(ids, labels=ids).loss)
                 p.sub_(direction, alpha=sign * step)
         want, got = (loss[0] - loss[1]) / (2 * step), (p.grad * direction).sum()
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-8, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @kinds
@@ -439,6 +440,15 @@ def test_initial_values(kind):
     assert F.cross_entropy(model(tokens(4, 30)).logits.flatten(0, 1), tokens(120)).item() == pytest.approx(6.21, abs=0.1)
 
 
+@kinds
+def test_eps_of_every_norm(kind):
+    """rms_norm_eps but for the two inside MLA, whose 1e-6 is the class default of the released code."""
+    model = K3ForCausalLM(tiny(kind, rms_norm_eps=3e-4))
+    for name, module in model.named_modules():
+        if isinstance(module, RMSNorm):
+            assert module.eps == (1e-6 if name.endswith(("q_a_layernorm", "kv_a_layernorm")) else 3e-4), name
+
+
 def test_default_dtype_is_left_alone():
     before = torch.get_default_dtype()
     model = K3ForCausalLM(tiny("k3", dtype="bfloat16"))
@@ -463,7 +473,13 @@ def test_default_dtype_is_left_alone():
         ({"logits_to_keep": 0}, "logits_to_keep: got 0, wanted 1..4"),
         ({"logits_to_keep": 5}, "logits_to_keep: got 5, wanted 1..4"),
         ({"logits_to_keep": 1, "labels": tokens(2, 4)}, "logits_to_keep: the loss needs all logits"),
-        ({"cu_seqlens": torch.tensor([0, 4])}, r"cu_seqlens: packed sequences take one row \(B = 1\)"),
+        ({"cu_seqlens": torch.tensor([0, 4])}, r"cu_seqlens: packed sequences need B = 1, got B = 2"),
+        ({"cu_seqlens": torch.tensor([0.0, 4.0])}, r"cu_seqlens: got torch.float32 of shape \(2,\), wanted whole"),
+        ({"input_ids": torch.zeros(2, 0, dtype=torch.long)}, r"input_ids: got torch.int64 of shape \(2, 0\), wanted at least"),
+        ({"input_ids": torch.ones(2, 4, dtype=torch.bool)}, r"input_ids: got torch.bool"),
+        ({"labels": torch.full((2, 4), 48)}, "labels: wanted 0..47, or -100"),
+        ({"labels": torch.full((2, 4), -100)}, "labels: no token is left to predict"),
+        ({"cache": K3ForCausalLM(tiny("k3", mla=[1, 2])).new_cache(2)}, "cache: made for a model with other layers"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from k3lite.ops.pointwise import upcast
+from k3lite.ops.pointwise import check_cu_seqlens, upcast
 
 Backend = Literal["auto", "recurrent", "chunk"]
 
@@ -230,6 +230,8 @@ def _check(q, k, v, g, beta, initial_state, cu_seqlens, chunk_size, backend) -> 
         raise ValueError(f"q: got shape {tuple(q.shape)}, wanted [B, T, H, K]")
     B, T, H, K = q.shape
     V = v.shape[-1]
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, B, T)
     N = B if cu_seqlens is None else cu_seqlens.numel() - 1
     wanted = {"k": (k, (B, T, H, K)), "v": (v, (B, T, H, V)), "g": (g, (B, T, H, K)), "beta": (beta, (B, T, H))}
     if initial_state is not None:
@@ -242,9 +244,3 @@ def _check(q, k, v, g, beta, initial_state, cu_seqlens, chunk_size, backend) -> 
             raise ValueError(f"{name}: got dtype {x.dtype}, wanted a floating-point dtype")
     if initial_state is not None and initial_state.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"initial_state: got dtype {initial_state.dtype}, wanted float32 (the state is never rounded)")
-    if cu_seqlens is not None:
-        ends = cu_seqlens.tolist()
-        if B != 1:
-            raise ValueError(f"cu_seqlens: packed sequences need B = 1, got B = {B}")
-        if ends[0] != 0 or ends[-1] != T or any(b < a for a, b in zip(ends, ends[1:], strict=False)):
-            raise ValueError(f"cu_seqlens: got {ends}, wanted a rising list from 0 to T = {T}")

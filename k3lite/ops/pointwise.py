@@ -60,6 +60,19 @@ def short_conv(
     return F.silu(sum(taps)).to(x.dtype), inputs[:, T:].clone()  # a copy: a view would keep all inputs alive
 
 
+def check_cu_seqlens(cu_seqlens: Tensor, batch: int, T: int) -> None:
+    """Raise ValueError unless cu_seqlens are the starts of sequences packed into one row of T tokens."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.numel() < 2:
+        raise ValueError(
+            f"cu_seqlens: got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}, wanted whole numbers [N+1]"
+        )
+    if batch != 1:
+        raise ValueError(f"cu_seqlens: packed sequences need B = 1, got B = {batch}")
+    ends = cu_seqlens.tolist()
+    if ends[0] != 0 or ends[-1] != T or sorted(ends) != ends:
+        raise ValueError(f"cu_seqlens: got {ends}, wanted a rising list from 0 to T = {T}")
+
+
 def sequence_of_token(cu_seqlens: Tensor, T: int) -> Tensor:
     """[T]: which packed sequence each token belongs to."""
     return torch.bucketize(torch.arange(T, device=cu_seqlens.device), cu_seqlens[1:], right=True)

@@ -20,7 +20,14 @@ from k3lite.checkpoint import WEIGHTS, CheckpointError, load_model, save_model, 
 from k3lite.config import K3Config
 from k3lite.generate import generate
 from k3lite.model import K3ForCausalLM
-from k3lite.tasks.needle import CHANCE, DIGITS, NeedleBatch, make_batch, shortest_length
+from k3lite.tasks.needle import (
+    CHANCE,
+    DIGITS,
+    NEEDLE_BYTES,
+    NeedleBatch,
+    make_batch,
+    shortest_length,
+)
 from k3lite.tasks.needle_report import write_report
 from k3lite.tasks.text import haystack
 from k3lite.train import STATE, BatchAt, Recipe, train
@@ -28,9 +35,10 @@ from k3lite.train import STATE, BatchAt, Recipe, train
 PRESET = "needle"
 TRAINING_LENGTH = 256  # bytes of the longest training document, questions included
 TOKENS_PER_STEP = 4096
+DENSE_SHARE = 0.4  # of the steps, before documents get long
 QUESTIONS = 8  # at most, for each training document: more answers to learn from for the same reading
 EVAL_TOKENS = 16_384  # tokens in one forward pass when measuring: bounds memory
-RECIPE = Recipe(steps=300, lr=5e-3, task="needle-1")
+RECIPE = Recipe(steps=400, lr=8e-3, task="needle-1")
 CARD = "card.json"
 
 
@@ -46,23 +54,19 @@ def needle_model(seed: int, config: K3Config | None = None) -> K3ForCausalLM:
 
 
 def curriculum(text: Tensor, recipe: Recipe, tokens: int = TOKENS_PER_STEP) -> BatchAt:
-    """Short documents full of needles for the first half, then up to TRAINING_LENGTH with few or many.
+    """Short documents full of needles first, then documents up to TRAINING_LENGTH with few or many.
 
     Dense documents teach the look-up quickly; the long ones teach to hold a fact through prose.
     """
+    dense_steps = int(DENSE_SHARE * recipe.steps)
 
     def batch_at(step: int) -> tuple[Tensor, Tensor]:
         g = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
-
-        def log_uniform(low: float, high: float) -> int:
-            return int(low * (high / low) ** float(torch.rand((), generator=g)))
-
-        if step < recipe.steps // 2:
-            length = log_uniform(48, 96)
-            needles = max(1, (length - 20) // 14)
-        else:
-            length = log_uniform(64, TRAINING_LENGTH + 1)
-            needles = log_uniform(1, max(1.01, length / 16))
+        dense = step < dense_steps
+        low, high = (48, 96) if dense else (64, TRAINING_LENGTH + 1)
+        length = int(low * (high / low) ** float(torch.rand((), generator=g)))  # log-uniform
+        most = max(1, (length - 20) // (NEEDLE_BYTES + DIGITS))
+        needles = most if dense else int(torch.randint(1, most + 1, (), generator=g))
         questions = min(needles, QUESTIONS)
         length = max(length, shortest_length(needles, questions))
         batch = make_batch(text, max(1, tokens // length), length, needles, g, questions=questions)
@@ -210,7 +214,7 @@ class Job:
     recipe: Recipe = RECIPE
     lengths: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
     depths: tuple[float, ...] = (0, 25, 50, 75, 100)
-    needles: tuple[int, ...] = (1, 4)
+    needles: tuple[int, ...] = (1,)
     trials: int = 20
 
     def check(self) -> None:

@@ -323,6 +323,18 @@ def test_memory_is_linear_in_the_tokens(backend, gate):
             assert 1.8 < b / a < 2.2, sizes
 
 
+def test_k3_gate_needs_no_pairs():
+    """What the bound of -5 is for: a tile of 16 tokens stays a matrix product, where an unbounded gate costs pairs."""
+    sizes = []
+    for g in (-5.0, -6.0):
+        inputs = kda_inputs(1, 512, 2, 32, 32)
+        inputs["g"] = torch.full_like(inputs["g"], g)
+        with Allocations() as made:
+            kda(**inputs, backend="chunk")
+        sizes.append(made.bytes)
+    assert sizes[1] > 2 * sizes[0], sizes
+
+
 # ---- wrong arguments
 
 

@@ -1,50 +1,20 @@
 """transformers' Kimi Linear: what it saves loads by name, and both compute the same.
 
 Both sides are fp32 and sum in another order: transformers unrolls the triangular inverse row by row in chunks of 64
-and attends with SDPA. Measured: 4e-6 on logits, 3e-5 on the gradient of a decay rate (the worst). The limits leave a
-factor of five for another CPU.
+and attends with SDPA. Measured: 8e-6 on the logits of the worst token, 1e-4 on the worst gradient. The limits leave
+room for another CPU, and a wrong eps in any one norm still breaks them (tried: the weights keep what is normed small).
 """
 
 import copy
-import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from k3lite.checkpoint import load_model, released_tensors
 from tests.helpers import assert_all_close, assert_close, randomise
 
-LOGITS, GRADIENTS = 2e-5, 2e-4
-
-# Written by transformers, unknown to K3Config: each repeats another field, or asks for nothing when it has this value.
-TRANSFORMERS_ONLY = {
-    "attention_bias": False,
-    "output_router_logits": False,
-    "pretraining_tp": 1,
-    "qk_head_dim": 24,
-    "linear_num_heads": 3,
-    "linear_head_dim": 16,
-    "linear_conv_kernel_dim": 4,
-    "layer_types": ["linear_attention"] * 3 + ["full_attention", "linear_attention", "full_attention"],
-    "mlp_layer_types": ["dense"] + ["sparse"] * 5,
-}
-
-
-def save(model, folder):
-    """save_pretrained, with two things set right that transformers 5.24 writes in its own way."""
-    model.save_pretrained(folder)
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    for name, value in TRANSFORMERS_ONLY.items():
-        assert config.pop(name) == value
-    path.write_text(json.dumps(config))
-    # It turns every `mlp` back into `block_sparse_moe`, that of the dense layer too; the released name is `mlp`.
-    path = folder / "model.safetensors"
-    dense = "layers.0.block_sparse_moe."
-    tensors = {name.replace(dense, "layers.0.mlp."): t.clone() for name, t in load_file(path).items()}
-    save_file(tensors, path, {"format": "pt"})
-
+LOGITS, GRADIENTS = 1e-4, 5e-4
 
 @pytest.fixture(scope="module")
 def pair(kimi_linear, tmp_path_factory):
@@ -80,7 +50,7 @@ def pair(kimi_linear, tmp_path_factory):
     theirs = kimi_linear.KimiLinearForCausalLM(config).eval()
     randomise(theirs.state_dict().items(), seed=1)
     folder = tmp_path_factory.mktemp("kimi-linear")
-    save(theirs, folder)
+    theirs.save_pretrained(folder)  # config and tensors are read as transformers writes them
     return theirs, load_model(folder)
 
 
@@ -129,8 +99,9 @@ def test_loss_and_gradients(pair, ids, tmp_path):
     # Written in place of the weights, their gradients get the released names from transformers itself.
     for p in theirs.parameters():
         p.data = p.grad
-    save(theirs, tmp_path)
-    wanted = load_file(tmp_path / "model.safetensors")
+    theirs.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    wanted = {name.replace("layers.0.block_sparse_moe.", "layers.0.mlp."): g for name, g in saved.items()}
     for p in ours.parameters():
         if p.grad is not None:
             p.data = p.grad
