@@ -3,6 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Also for the kernels of JupyterLab, which load torch before k3lite (see k3lite/__init__.py).
+export GOMP_SPINCOUNT ?= 10000
 
 .PHONY: help lab needle test lint bench notebooks clean
 

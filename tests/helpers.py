@@ -83,7 +83,13 @@ def outputs_and_gradients(
 
 
 # What these give is normed next, by rsqrt(mean + eps) or rsqrt(sum + eps). Kept small, a wrong eps shows.
-SMALL = {"embed_tokens": 0.05, "k_proj": 0.02, "q_a_proj": 0.02, "kv_a_proj_with_mqa": 0.02, "routed_expert_down_proj": 0.1}
+SMALL = {
+    "embed_tokens": 0.05,
+    "k_proj": 0.02,
+    "q_a_proj": 0.02,
+    "kv_a_proj_with_mqa": 0.02,
+    "routed_expert_down_proj": 0.1,
+}
 
 
 @torch.no_grad()

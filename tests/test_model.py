@@ -182,9 +182,9 @@ def test_cache_is_as_large_as_predicted(kind, dtype):
         predicted = budget.cache_bytes(model.config, seen, batch=2, number_bytes=width)
         assert cache.seen == seen and cache.bytes() == predicted and cache.nbytes() == predicted.total
         # as counted, and as held: no tensor keeps a larger one alive
-        assert sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors_of(cache)}.values()) <= (
-            predicted.total
-        )
+        assert sum(
+            {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors_of(cache)}.values()
+        ) <= (predicted.total)
 
 
 def test_padding_costs_one_byte_a_token():
@@ -437,7 +437,9 @@ def test_initial_values(kind):
             assert (dt > 0.999e-3).all() and (dt < 0.1001).all(), name
         elif "conv1d" not in name and p.numel() > 1000:
             assert p.std().item() == pytest.approx(0.02, rel=0.15), name
-    assert F.cross_entropy(model(tokens(4, 30)).logits.flatten(0, 1), tokens(120)).item() == pytest.approx(6.21, abs=0.1)
+    assert F.cross_entropy(model(tokens(4, 30)).logits.flatten(0, 1), tokens(120)).item() == pytest.approx(
+        6.21, abs=0.1
+    )
 
 
 @kinds
@@ -475,7 +477,10 @@ def test_default_dtype_is_left_alone():
         ({"logits_to_keep": 1, "labels": tokens(2, 4)}, "logits_to_keep: the loss needs all logits"),
         ({"cu_seqlens": torch.tensor([0, 4])}, r"cu_seqlens: packed sequences need B = 1, got B = 2"),
         ({"cu_seqlens": torch.tensor([0.0, 4.0])}, r"cu_seqlens: got torch.float32 of shape \(2,\), wanted whole"),
-        ({"input_ids": torch.zeros(2, 0, dtype=torch.long)}, r"input_ids: got torch.int64 of shape \(2, 0\), wanted at least"),
+        (
+            {"input_ids": torch.zeros(2, 0, dtype=torch.long)},
+            r"input_ids: got torch.int64 of shape \(2, 0\), wanted at least",
+        ),
         ({"input_ids": torch.ones(2, 4, dtype=torch.bool)}, r"input_ids: got torch.bool"),
         ({"labels": torch.full((2, 4), 48)}, "labels: wanted 0..47, or -100"),
         ({"labels": torch.full((2, 4), -100)}, "labels: no token is left to predict"),

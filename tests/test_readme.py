@@ -49,6 +49,23 @@ def test_the_trained_model_learnt_its_task():
     assert all(c["recall"] <= 0.02 for c in result["controls"])
 
 
+@pytest.mark.parametrize("needles", [1, 4, 8])
+@pytest.mark.parametrize("length", [256, 4096])
+def test_the_table_of_seeds_is_what_was_measured(needles, length):
+    runs = [
+        json.loads((NEEDLE / "needle.json").read_text()),
+        *json.loads((NEEDLE / "other_seeds.json").read_text()).values(),
+    ]
+    assert [run["card"]["recipe"]["seed"] for run in runs] == [0, 1, 2]
+    cells = []
+    for run in runs:
+        recall = [r["recall"] for r in run["records"] if (r["length"], r["needles"]) == (length, needles)]
+        assert len(recall) == 5
+        cells.append(f"{100 * sum(recall) / len(recall):.0f}")
+    what = f"{needles} needle{'s' if needles > 1 else ''}, {length:,} bytes"
+    assert f"| {what} | {' | '.join(cells)} |" in README
+
+
 @pytest.mark.parametrize(
     "figure",
     [

@@ -167,7 +167,9 @@ class LabPage:
 
     def open(self, notebook: str) -> LabPage:
         """Open notebooks/<notebook> with a fresh kernel and wait until the kernel has answered."""
-        self.page.goto(f"{self.server.url}/lab/tree/notebooks/{urllib.parse.quote(notebook)}?reset&token={self.server.token}")
+        self.page.goto(
+            f"{self.server.url}/lab/tree/notebooks/{urllib.parse.quote(notebook)}?reset&token={self.server.token}"
+        )
         expect(self.page.locator(".jp-NotebookPanel .jp-Cell").first).to_be_visible(timeout=START_S * 1000)
         # "Idle" in the status bar can show before the kernel's channels are open, and a run then goes nowhere.
         self.page.evaluate(

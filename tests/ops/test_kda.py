@@ -45,9 +45,7 @@ def scalar(v, **options):
 def test_t01_bounded_gate_is_its_own_formula_with_one_A_log_a_head():
     z = t([-1, 0], [1, 3]) + t([0.5, -0.5], [0, 1])
     g = bounded_gate(z, t(0, math.log(2)), -5.0)
-    torch.testing.assert_close(
-        g, t([-1.887703344, -1.887703344], [-4.403985390, -4.998323249]), rtol=0, atol=5e-10
-    )
+    torch.testing.assert_close(g, t([-1.887703344, -1.887703344], [-4.403985390, -4.998323249]), rtol=0, atol=5e-10)
 
 
 def test_t01_softplus_gate():
@@ -98,9 +96,7 @@ def test_t04_wide_values_and_no_stray_arguments(backend):
 
 
 def test_t05_l2norm_has_its_eps_inside_the_sum():
-    torch.testing.assert_close(
-        l2norm(t(3e-4, 4e-4, 0, 0)), t(0.268328157, 0.357770876, 0, 0), rtol=0, atol=5e-10
-    )
+    torch.testing.assert_close(l2norm(t(3e-4, 4e-4, 0, 0)), t(0.268328157, 0.357770876, 0, 0), rtol=0, atol=5e-10)
     zero = torch.zeros(4, requires_grad=True)
     l2norm(zero).sum().backward()
     torch.testing.assert_close(zero.grad, torch.full((4,), 1000.0))

@@ -16,6 +16,7 @@ from tests.helpers import assert_all_close, assert_close, randomise
 
 LOGITS, GRADIENTS = 1e-4, 5e-4
 
+
 @pytest.fixture(scope="module")
 def pair(kimi_linear, tmp_path_factory):
     """The same random weights in both: one dense and five MoE layers, both layer kinds, softplus gate."""
