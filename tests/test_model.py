@@ -496,7 +496,7 @@ def test_wrong_arguments(arguments, message):
 def test_packed_takes_neither_cache_nor_mask():
     model, starts = K3ForCausalLM(tiny("k3")), torch.tensor([0, 4])
     for other in ({"cache": model.new_cache(1)}, {"attention_mask": torch.ones(1, 4)}):
-        with pytest.raises(ValueError, match="cu_seqlens: packed sequences take one row"):
+        with pytest.raises(ValueError, match="cu_seqlens: packed sequences take no cache"):
             model(tokens(1, 4), cu_seqlens=starts, **other)
 
 

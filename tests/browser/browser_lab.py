@@ -158,7 +158,8 @@ class LabPage:
         return lab, context
 
     def _cut_off(self, route: Route) -> None:
-        self.off_host.append(route.request.url)
+        if route.request.url not in self.off_host:  # the page may ask again for what it did not get
+            self.off_host.append(route.request.url)
         route.abort()
 
     def _ours(self, url: str) -> bool:
