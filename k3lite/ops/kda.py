@@ -124,12 +124,14 @@ def kda_chunk(
     k_out = ((c[..., -1:, :] - c).exp() * k).transpose(-1, -2)
     keep = gamma[..., -1, :].unsqueeze(-1)  # [B*H, N, K, 1]
 
-    states, corrected = [], []
-    for U_n, W_n, k_n, keep_n in zip(*(x.unbind(1) for x in (U, W, k_out, keep)), strict=True):
-        states.append(S)
-        corrected.append(torch.baddbmm(U_n, W_n, S, alpha=-1))
-        S = torch.baddbmm(keep_n * S, k_n, corrected[-1])  # the only sequential part: one state a chunk
-    o = (gamma * q) @ torch.stack(states, 1) + P @ torch.stack(corrected, 1)
+    # The only sequential part: one state a chunk.
+    outputs = []
+    per_chunk = zip(*(x.unbind(1) for x in (gamma * q, P, U, W, k_out, keep)), strict=True)
+    for q_n, P_n, U_n, W_n, k_n, keep_n in per_chunk:
+        corrected = torch.baddbmm(U_n, W_n, S, alpha=-1)
+        outputs.append(torch.baddbmm(q_n @ S, P_n, corrected))
+        S = torch.baddbmm(keep_n * S, k_n, corrected)
+    o = torch.stack(outputs, 1)
     o = o.reshape(B, H, -1, V)[:, :, :T].transpose(1, 2)
     return o.to(out_dtype), S.unflatten(0, (B, H))
 
@@ -160,7 +162,7 @@ def _decayed_products(q: Tensor, k: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
             before = c[..., start - 1 : start, :]
             earlier = ((before - c[..., :start, :]).exp() * k[..., :start, :]).transpose(-1, -2)
             row = torch.cat([_rows(kq_t, c_t - before) @ earlier, row], -1)
-        rows.append(F.pad(row, (0, C - stop)))
+        rows.append(F.pad(row, (0, C - stop)) if stop < C else row)
     A, P = torch.cat(rows, -2).unflatten(-2, (C, 2)).unbind(-2)
     return A, P.tril()
 
