@@ -11,7 +11,7 @@ export GOMP_SPINCOUNT ?= 10000
 help:
 	@echo "make lab        open JupyterLab on the first notebook"
 	@echo "make needle     train a small K3 and measure where it finds hidden facts (about 3 minutes on two cores)"
-	@echo "make test       lint, unit and oracle tests, every notebook under nbval, browser tests"
+	@echo "make test       unit and oracle tests, every notebook under nbval, browser tests"
 	@echo "make bench      speed of the fast forms beside the plain ones"
 	@echo "make notebooks  run every notebook and keep its outputs"
 	@echo "make clean      remove .venv"

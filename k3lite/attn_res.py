@@ -14,7 +14,7 @@ Nothing here looks at another token, so nothing is cached. Sources: Kimi K3 repo
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from k3lite.ops.pointwise import upcast
 
@@ -39,11 +39,15 @@ class DepthStream:
         self.block_size = block_size
         self.eps = eps
 
-    def read(self, norm_weight: Tensor | None, proj_weight: Tensor | None) -> Tensor:
-        """What a sub-layer reads. Before the first seal there is nothing to choose from (layer 0)."""
+    def read(self, owner: nn.Module, name: str) -> Tensor:
+        """What a sub-layer reads, chosen with owner's `{name}_norm` and `{name}_proj`.
+
+        Before the first seal there is nothing to choose from (layer 0), and without blocks there never is.
+        """
         if not self.blocks:
             return self.live
-        return depth_mix([*self.blocks, self.live], norm_weight, proj_weight, self.eps)
+        norm, proj = getattr(owner, f"{name}_norm"), getattr(owner, f"{name}_proj")
+        return depth_mix([*self.blocks, self.live], norm.weight, proj.weight, self.eps)
 
     def seal_before(self, layer: int) -> None:
         """Called after layer's attention has read and before it writes: store the raw live sum, not the mix."""

@@ -8,6 +8,7 @@ k3lite keeps the experts of a layer stacked (w1 [E,I,D]); files hold one tensor 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import tempfile
@@ -26,8 +27,6 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PREFIX = "language_model."  # of the text model in K3's files
 _STACKED = re.compile(r"(.*\.experts)\.(w[123])$")
-
-
 # transformers 5.24 saves a dense layer's MLP under the experts' name; the released files say `mlp`.
 _DENSE_MLP = re.compile(r"\.block_sparse_moe\.((?:gate|up|down)_proj\.weight)$")
 
@@ -96,9 +95,7 @@ def _name(raw: str) -> str:
 
 def _fits(name: str, shape: tuple[int, ...], target: Tensor) -> bool:
     if name.endswith("A_log"):
-        numbers = 1
-        for n in shape:
-            numbers *= n
+        numbers = math.prod(shape)
         return numbers == target.numel() or (len(shape) == 1 and numbers > target.numel() and numbers % 128 == 0)
     return shape == tuple(target.shape)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -65,8 +64,8 @@ def _needle(args: argparse.Namespace) -> int:
     )
     job.check()
     model_folder = args.out / "model"
-    if args.restart:
-        shutil.rmtree(model_folder, ignore_errors=True)
+    if args.restart:  # without its card a model is not finished; nothing else in the folder is touched
+        (model_folder / needle_job.CARD).unlink(missing_ok=True)
         (args.out / STATE).unlink(missing_ok=True)
     if (model_folder / needle_job.CARD).exists():
         print(f"{model_folder} is trained already: measuring only (--restart trains anew)")

@@ -167,9 +167,9 @@ class K3Config:
         if isinstance(attn, dict):
             attn = {k: tuple(v) if isinstance(v, list) else v for k, v in attn.items()}
             fields["linear_attn_config"] = _build(LinearAttnConfig, attn, "linear_attn_config.")
-        for name, default in _NULL_MEANS_DEFAULT.items():
+        for name in _NULL_MEANS_NONE:
             if fields.get(name, 0) is None:
-                fields[name] = default
+                fields[name] = 0
         return _build(cls, fields, "")
 
     @classmethod
@@ -190,10 +190,9 @@ class K3Config:
     @classmethod
     def preset(cls, name: str) -> K3Config:
         """One of `presets()`: kimi-k3, kimi-linear-48b, or a small model of the course."""
-        path = PRESET_DIR / f"{name}.json"
         if name not in presets():
             raise ConfigError(f"preset: no {name!r}; there are {', '.join(presets())}")
-        return cls.from_json(path)
+        return cls.from_json(PRESET_DIR / f"{name}.json")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values under the released names; from_dict reads it back to an equal config."""
@@ -217,12 +216,7 @@ _NON_NEGATIVE = (
     "moe_intermediate_size num_nextn_predict_layers"
 ).split()
 # null in a released file stands for "none of it"
-_NULL_MEANS_DEFAULT = {
-    "num_experts": 0,
-    "num_experts_per_token": 0,
-    "num_shared_experts": 0,
-    "quantization_config": None,
-}
+_NULL_MEANS_NONE = ("num_experts", "num_experts_per_token", "num_shared_experts")
 
 
 def _build(cls, fields: dict[str, Any], prefix: str):
@@ -354,11 +348,11 @@ def _check_experts(c: K3Config) -> None:
             "a latent width, since latent_moe_use_norm is true",
         )
     if c.packs_mxfp4:
-        for name, width in (("expert_width", c.expert_width), ("moe_intermediate_size", c.moe_intermediate_size)):
-            label = "routed_expert_hidden_size" if name == "expert_width" else name
+        latent = "routed_expert_hidden_size" if c.routed_expert_hidden_size else "hidden_size"
+        for name, width in ((latent, c.expert_width), ("moe_intermediate_size", c.moe_intermediate_size)):
             _want(
                 width % MX_BLOCK == 0,
-                label,
+                name,
                 width,
                 f"a multiple of {MX_BLOCK}: MXFP4 shares a scale among {MX_BLOCK} weights",
             )

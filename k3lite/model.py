@@ -45,8 +45,7 @@ class DecoderLayer(nn.Module):
             self.block_sparse_moe = LatentMoE(config)
         else:
             self.mlp = GatedMLP(config, config.intermediate_size)
-        self.depth = config.attn_res_block_size is not None
-        if self.depth:
+        if config.attn_res_block_size is not None:
             self.self_attention_res_norm, self.self_attention_res_proj = RMSNorm(d, eps), linear(d, 1)
             self.mlp_res_norm, self.mlp_res_proj = RMSNorm(d, eps), linear(d, 1)
 
@@ -59,18 +58,13 @@ class DecoderLayer(nn.Module):
         cu_seqlens: Tensor | None,
     ) -> None:
         """Reads from and adds to `stream`. mask: [B,T] of the new tokens; key_mask: [B,L] of all cached ones."""
-        x = self.input_layernorm(self._read(stream, "self_attention_res"))
+        x = self.input_layernorm(stream.read(self, "self_attention_res"))
         stream.seal_before(self.index)
         attn_mask = mask if isinstance(self.self_attn, KimiDeltaAttention) else key_mask
         stream.add(self.self_attn(x, state, attn_mask, cu_seqlens))
 
-        x = self.post_attention_layernorm(self._read(stream, "mlp_res"))
+        x = self.post_attention_layernorm(stream.read(self, "mlp_res"))
         stream.add(self.block_sparse_moe(x, mask) if self.moe else self.mlp(x))
-
-    def _read(self, stream: DepthStream, which: str) -> Tensor:
-        if not self.depth:
-            return stream.live
-        return stream.read(getattr(self, f"{which}_norm").weight, getattr(self, f"{which}_proj").weight)
 
 
 class K3Model(nn.Module):
@@ -94,9 +88,7 @@ class K3Model(nn.Module):
         stream = DepthStream(self.embed_tokens(ids), config.attn_res_block_size, config.rms_norm_eps)
         for i, layer in enumerate(self.layers):
             layer(stream, cache.layers[i] if cache else None, mask, key_mask, cu_seqlens)
-        if config.attn_res_block_size is None:
-            return self.norm(stream.live)
-        return self.norm(stream.read(self.output_attn_res_norm.weight, self.output_attn_res_proj.weight))
+        return self.norm(stream.read(self, "output_attn_res"))
 
 
 @dataclass

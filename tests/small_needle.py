@@ -25,7 +25,7 @@ SMALL_RECIPE = Recipe(steps=220, lr=8e-3, warmup=20, task="small needle")
 
 
 def small_batches(tokens: int = 2048) -> BatchAt:
-    """48 bytes, three needles, all asked."""
+    """64 bytes, three needles, all asked."""
     text = haystack("train")
 
     def batch_at(step: int) -> tuple[Tensor, Tensor]:

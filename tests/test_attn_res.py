@@ -138,7 +138,7 @@ def test_without_blocks_it_is_the_running_sum(mixes):
     x = randn(1, 2, 8)
     stream = DepthStream(x, None, 1e-5)
     for layer in range(3):
-        assert torch.equal(stream.read(None, None), stream.live)
+        assert torch.equal(stream.read(torch.nn.Module(), "none"), stream.live)
         stream.seal_before(layer)
         stream.add(x)
     assert torch.equal(stream.live, x + x + x + x) and not stream.blocks and not mixes

@@ -150,3 +150,13 @@ def test_bench_rows_are_measured():
     )
     assert row.ours_s > 0 and row.peer_s > 0
     assert row.ratio == row.peer_s / row.ours_s
+
+
+def test_restart_trains_anew_and_touches_nothing_else_in_the_folder(tmp_path, capsys):
+    assert main(["needle", *QUICK, "--out", str(tmp_path)]) == 0
+    notes = tmp_path / "model" / "my notes.txt"
+    notes.write_text("mine")
+    assert main(["needle", *QUICK, "--out", str(tmp_path), "--seed", "1", "--restart"]) == 0
+    assert "training a small K3 for 2 steps" in capsys.readouterr().out
+    assert json.loads((tmp_path / "model" / "card.json").read_text())["recipe"]["seed"] == 1
+    assert notes.read_text() == "mine"

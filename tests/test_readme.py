@@ -40,6 +40,8 @@ def test_the_recall_table_is_what_was_measured():
     assert result["complete"]
     assert text_table(result).strip("\n") in README
     assert read_card(NEEDLE) == result["card"], "by the model that is shipped"
+    assert f"training took {result['card']['training_seconds']:.0f} s on two threads" in README
+    assert result["card"]["threads"] == 2
 
 
 def test_the_trained_model_learnt_its_task():

@@ -60,14 +60,13 @@ def make_batch(
     control: the last question asks for a key that is not there, and its answer is a number drawn at random.
     Raises ValueError when the length cannot hold what is asked.
     """
-    asked = questions - control
     if depth is not None and not 0 <= depth <= 100:
         raise ValueError(f"depth: got {depth:g}, wanted 0 to 100 percent")
-    if asked > needles or questions < 1:
+    if questions - control > needles or questions < 1:
         raise ValueError(f"questions: got {questions} for {needles} needle(s)")
-    filler = length - shortest_length(needles, questions)
+    least = shortest_length(needles, questions)
+    filler = length - least
     if filler < 0:
-        least = shortest_length(needles, questions)
         raise ValueError(
             f"length: {length} bytes cannot hold {needles} needle(s) and the question; wanted {least} or more"
         )
@@ -101,8 +100,8 @@ def _document(text, filler, needles, questions, depth, control, generator) -> Te
         pieces += [prose[done : cuts[i]], lines[i]]
         done = int(cuts[i])
     pieces.append(prose[done:])
-    last = needles if control else 0
-    for i in [*range(questions - 1, 0, -1), last] if not control else [*range(questions - 2, -1, -1), last]:
+    asked = [*reversed(range(questions - control)), *[needles] * control]
+    for i in asked:
         pieces += [_QUESTION, keys[i], _EQUALS, values[i]]
     return torch.cat(pieces)
 

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,9 +159,9 @@ def right_answers(model: K3ForCausalLM, batch: NeedleBatch) -> Tensor:
 
 def measure(
     model: K3ForCausalLM,
-    lengths: list[int],
-    depths: list[float],
-    needles: list[int],
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    needles: Sequence[int],
     trials: int,
     seed: int,
     name: str = "hybrid",
@@ -234,7 +234,7 @@ class Job:
                     raise ValueError(f"length: got {length} bytes for {n} needle(s), wanted {least} to {longest}")
 
 
-def run(job: Job, say: Callable[[str], None] = print, progress: bool = True) -> dict[str, Any]:
+def run(job: Job, progress: bool = True) -> dict[str, Any]:
     """Train (or find trained), measure, and write needle.json and needle.html under job.out.
 
     Both files are rewritten after every length, so that a job that is stopped keeps what it measured.
@@ -251,13 +251,11 @@ def run(job: Job, say: Callable[[str], None] = print, progress: bool = True) -> 
         "active_parameters": budget.active_parameters(model.config),
         "card": card,
         "records": [],
-        "controls": [
-            dataclasses.asdict(measure_control(model, n, max(50, job.trials), job.recipe.seed)) for n in job.lengths[:1]
-        ],
+        "controls": [dataclasses.asdict(measure_control(model, job.lengths[0], max(50, job.trials), job.recipe.seed))],
         "cache": [cache_row(model, length) for length in job.lengths],
     }
     cells = len(job.lengths) * len(job.depths) * len(job.needles)
-    records = measure(model, list(job.lengths), list(job.depths), list(job.needles), job.trials, job.recipe.seed)
+    records = measure(model, job.lengths, job.depths, job.needles, job.trials, job.recipe.seed)
     for i, record in enumerate(tqdm(records, total=cells, desc="measuring", disable=not progress), 1):
         result["records"].append(dataclasses.asdict(record))
         if i % len(job.depths) == 0:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import os
 import re
 
 import pytest
 
-if not (os.environ.get("CI") or os.environ.get("K3LITE_STRICT")):  # there, a missing playwright is an error
-    pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e '.[test]'")
+from tests.absent import absent
+
+if importlib.util.find_spec("playwright") is None:
+    absent("playwright is not installed: pip install -e '.[test]'")
 from browser_lab import REPO, errors_in
 from playwright.sync_api import expect
 
