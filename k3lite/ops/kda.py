@@ -13,11 +13,13 @@ at once: inside a chunk every token's correction depends on the earlier ones onl
     c = cumsum(g),  Gamma = e^c
     A_ij = sum_d k_id k_jd e^(c_id - c_jd)   j < i        P_ij = sum_d q_id k_jd e^(c_id - c_jd)   j <= i
     M = (I + Diag(beta) A)^-1 Diag(beta)
-    V~ = M V - M (Gamma * K) S_in
+    U = M V,   W = M (Gamma * K)
+    V~ = U - W S_in
     O  = (Gamma * Q) S_in + P V~
     S_out = Diag(Gamma_C) S_in + (K * e^(c_C - c))^T V~
 
-so that the loop over tokens becomes a loop over chunks with matrix products in it.
+so that the loop over tokens becomes a loop over chunks with matrix products in it. `ops/kda_triton.py` holds the
+same equations as GPU kernels.
 Sources: Kimi K3 report §2.1.1 Eq. 1 and 4; Kimi Linear paper Eq. 6-9; k3-architecture §2.3.
 """
 
@@ -33,9 +35,9 @@ from k3lite.ops.pointwise import check_cu_seqlens, upcast
 
 Backend = Literal["auto", "recurrent", "chunk"]
 
-TILE = 16  # tokens over which a decay of e^-5 each still leaves e^80, which fp32 and bf16 can hold
-MAX_TILE_DECAY = 80.0  # e^80 = 5.5e34 < 3.4e38, the largest fp32
-CHUNK = 32
+CHUNK = 16  # tokens; at K3's bound of e^-5 each, their decay is e^-80 and can be split into two factors
+MAX_DECAY = 80.0  # over a chunk, as a positive exponent: e^80 = 5.5e34 < 3.4e38, the largest fp32
+SEGMENT = 512  # tokens whose intermediate results are made together: few enough to stay in a core's cache
 
 
 def kda(
@@ -106,83 +108,71 @@ def kda_chunk(
     chunk_size: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """The same numbers, a chunk at a time. Shapes as in `kda`; any T, any chunk_size."""
-    out_dtype, (B, T, H, V), C = v.dtype, v.shape, chunk_size
+    out_dtype = v.dtype
     q, k, v, g, beta, S = _prepare(q, k, v, g, beta, scale, initial_state)
-    if T == 0:
+    if q.shape[1] == 0:
         return v.to(out_dtype), S
+    tokens = max(1, SEGMENT // chunk_size) * chunk_size
+    outputs = []
+    for part in zip(*(x.split(tokens, 1) for x in (q, k, v, g, beta.unsqueeze(-1))), strict=True):
+        o, S = _segment(*part, S, chunk_size)
+        outputs.append(o)
+    return torch.cat(outputs, 1).to(out_dtype), S
+
+
+def _segment(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor, C: int) -> tuple[Tensor, Tensor]:
+    """`kda_chunk` for a few chunks: all that does not need the state for all of them at once, then one by one."""
+    B, T, H, V = v.shape
     # A token with k = 0, beta = 0, g = 0 changes nothing, so the last chunk may be filled up with them.
-    q, k, v, g, beta = (_chunks(x, C) for x in (q, k, v, g, beta.unsqueeze(-1)))  # [B*H, N, C, K, V or 1]
+    q, k, v, g, beta = (_chunks(x, C) for x in (q, k, v, g, beta))  # [N, B*H, C, K, V or 1]
     S = S.flatten(0, 1)  # [B*H, K, V]
     c = g.cumsum(-2)
-    gamma = c.exp()
-
-    A, P = _decayed_products(q, k, c)
+    k_in, q_in, k_out, A, P = _decayed(q, k, c)
     # A triangular solve stays accurate when keys repeat; in a series of powers of A the terms would grow
     # without bound and cancel. It reads only what is below the diagonal, so A needs no mask.
     M = torch.linalg.solve_triangular(beta * A, torch.diag_embed(beta.squeeze(-1)), upper=False, unitriangular=True)
-    U, W = M @ v, M @ (gamma * k)
-    k_out = ((c[..., -1:, :] - c).exp() * k).transpose(-1, -2)
-    keep = gamma[..., -1, :].unsqueeze(-1)  # [B*H, N, K, 1]
+    keep = c[..., -1:, :].exp().mT  # [N, B*H, K, 1]
 
     # The only sequential part: one state a chunk.
-    outputs = []
-    per_chunk = zip(*(x.unbind(1) for x in (gamma * q, P, U, W, k_out, keep)), strict=True)
-    for q_n, P_n, U_n, W_n, k_n, keep_n in per_chunk:
-        corrected = torch.baddbmm(U_n, W_n, S, alpha=-1)
-        outputs.append(torch.baddbmm(q_n @ S, P_n, corrected))
-        S = torch.baddbmm(keep_n * S, k_n, corrected)
-    o = torch.stack(outputs, 1)
-    o = o.reshape(B, H, -1, V)[:, :, :T].transpose(1, 2)
-    return o.to(out_dtype), S.unflatten(0, (B, H))
+    states, corrected = [], []
+    for U_n, W_n, k_n, keep_n in zip(*(x.unbind(0) for x in (M @ v, M @ k_in, k_out.mT, keep)), strict=True):
+        states.append(S)
+        corrected.append(torch.baddbmm(U_n, W_n, S, alpha=-1))
+        S = torch.baddbmm(keep_n * S, k_n, corrected[-1])
+    o = q_in @ torch.stack(states) + P @ torch.stack(corrected)  # [N, B*H, C, V]
+    o = o.unflatten(1, (B, H)).permute(1, 0, 3, 2, 4).reshape(B, -1, H, V)
+    return o[:, :T], S.unflatten(0, (B, H))
 
 
-def _decayed_products(q: Tensor, k: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """A (valid below the diagonal) and P (zero above it) of the module's equations; [..., C, K] -> [..., C, C].
+def _decayed(q: Tensor, k: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What the module's equations make of k, q and c [..., C, K]:
 
-    e^(c_i - c_j) is at most 1 for j <= i, but its factors e^c_i and e^-c_j are not, so a row tile takes the
-    products with all earlier tokens relative to its own start (both factors <= 1), and the products within
-    the tile relative to its middle. There the factors reach e^40 with K3's bound of -5 a token. A gate
-    without a bound (Kimi Linear) may exceed that; then the tile is computed pair by pair, without factors.
+    Gamma * K, Gamma * Q, K * e^(c_C - c) [..., C, K], A (valid below the diagonal), P (zero above it) [..., C, C].
+
+    e^(c_i - c_j) is at most 1 for j <= i, but its factors e^c_i and e^-c_j are not. Seen from the middle of the
+    chunk's decay they stay below e^40 with K3's bound of -5 a token. A gate without a bound (Kimi Linear) may exceed
+    that; then A and P are made pair by pair, without factors.
     """
-    C = k.shape[-2]
-    bounded = bool((_tile_decay(c) <= MAX_TILE_DECAY).all())
-    kq = torch.stack([k, q], -2)  # [..., C, 2, K]: A and P take the same path
-    rows = []
-    for start in range(0, C, TILE):
-        stop = min(start + TILE, C)
-        k_t, kq_t, c_t = k[..., start:stop, :], kq[..., start:stop, :, :], c[..., start:stop, :]
-        if bounded:
-            middle = c[..., (start + stop) // 2, None, :]
-            row = _rows(kq_t, c_t - middle) @ ((middle - c_t).exp() * k_t).transpose(-1, -2)
-        else:
-            ahead = torch.ones(stop - start, stop - start, dtype=torch.bool, device=c.device).triu(1).unsqueeze(-1)
-            pair = (c_t.unsqueeze(-2) - c_t.unsqueeze(-3)).masked_fill(ahead, 0).exp()  # [..., i, j, K]
-            row = torch.einsum("...isk,...jk,...ijk->...isj", kq_t, k_t, pair).flatten(-3, -2)
-        if start:
-            before = c[..., start - 1 : start, :]
-            earlier = ((before - c[..., :start, :]).exp() * k[..., :start, :]).transpose(-1, -2)
-            row = torch.cat([_rows(kq_t, c_t - before) @ earlier, row], -1)
-        rows.append(F.pad(row, (0, C - stop)) if stop < C else row)
-    A, P = torch.cat(rows, -2).unflatten(-2, (C, 2)).unbind(-2)
-    return A, P.tril()
-
-
-def _rows(kq: Tensor, log_decay: Tensor) -> Tensor:
-    """Decay [..., i, 2, K] by [..., i, K] and lay k and q rows under each other: [..., 2 i, K]."""
-    return (log_decay.exp().unsqueeze(-2) * kq).flatten(-3, -2)
-
-
-def _tile_decay(c: Tensor) -> Tensor:
-    """Total log-decay inside each tile of TILE tokens, as a positive number."""
-    starts = torch.arange(0, c.shape[-2], TILE, device=c.device)
-    ends = (starts + TILE - 1).clamp(max=c.shape[-2] - 1)
-    return c.detach()[..., starts, :] - c.detach()[..., ends, :]
+    C, first, last = c.shape[-2], c[..., :1, :], c[..., -1:, :]
+    if bool((first - last <= MAX_DECAY).all()):
+        middle = (first + last) / 2
+        decay = (c - middle).exp()
+        kq, k_out = torch.cat([k * decay, q * decay], -2), k / decay
+        A, P = (kq @ k_out.mT).split(C, -2)
+        k_in, q_in = (kq * middle.exp()).split(C, -2)
+        return k_in, q_in, k_out * (last - middle).exp(), A, P.tril()
+    ahead = torch.ones(C, C, dtype=torch.bool, device=c.device).triu(1).unsqueeze(-1)
+    pair = (c.unsqueeze(-2) - c.unsqueeze(-3)).masked_fill(ahead, 0).exp()  # [..., i, j, K]
+    A, P = (torch.einsum("...ik,...jk,...ijk->...ij", x, k, pair) for x in (k, q))
+    decay = c.exp()
+    return k * decay, q * decay, k * (last - c).exp(), A, P.tril()
 
 
 def _chunks(x: Tensor, C: int) -> Tensor:
-    """[B,T,H,D] -> [B*H,N,C,D], the last chunk filled with zeros."""
-    x = F.pad(x.transpose(1, 2), (0, 0, 0, -x.shape[1] % C))
-    return x.flatten(0, 1).unflatten(1, (-1, C))
+    """[B,T,H,D] -> [N,B*H,C,D], the last chunk filled with zeros."""
+    if x.shape[1] % C:
+        x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % C))
+    return x.unflatten(1, (-1, C)).permute(1, 0, 3, 2, 4).flatten(1, 2)
 
 
 def _prepare(q, k, v, g, beta, scale, initial_state):
