@@ -1,4 +1,4 @@
-"""The house keeps its rules: what may be imported where, and that k3lite needs neither triton nor Jupyter."""
+"""The house keeps its rules: what may be imported where, and that k3lite needs neither triton nor Jupyter to be imported."""
 
 import ast
 import subprocess
@@ -65,7 +65,9 @@ def test_budget_and_config_need_the_standard_library_only():
 
 
 def test_every_module_imports_where_triton_and_jupyter_do_not_exist():
+    """All but the Triton kernels themselves, which are imported when they are asked for."""
     modules = [".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for p in MODULES]
+    modules.remove("k3lite.ops.kda_triton")
     blocked = ["triton", "plotly", "ipywidgets", "IPython", "anywidget"]
     code = f"import sys, importlib\nfor n in {blocked}: sys.modules[n] = None\nfor m in {modules}: importlib.import_module(m)\n"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

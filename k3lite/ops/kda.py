@@ -25,7 +25,8 @@ Sources: Kimi K3 report §2.1.1 Eq. 1 and 4; Kimi Linear paper Eq. 6-9; k3-archi
 
 from __future__ import annotations
 
-from typing import Literal
+from importlib.util import find_spec
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,8 @@ from torch import Tensor
 
 from k3lite.ops.pointwise import check_cu_seqlens, upcast
 
-Backend = Literal["auto", "recurrent", "chunk"]
+Backend = Literal["auto", "recurrent", "chunk", "triton"]
+BACKENDS = get_args(Backend)
 
 CHUNK = 16  # tokens; at K3's bound of e^-5 each, their decay is e^-80 and can be split into two factors
 MAX_DECAY = 80.0  # over a chunk, as a positive exponent: e^80 = 5.5e34 < 3.4e38, the largest fp32
@@ -61,12 +63,19 @@ def kda(
     initial_state: [B,H,K,V], zeros by default. It is read, never written to.
     cu_seqlens: [N+1] starts of packed sequences, first 0, last T; needs B = 1. States are then [N,H,K,V]
         and nothing passes from one sequence to the next.
-    backend: "recurrent" (the definition), "chunk" (matrix products), "auto" (recurrent for one token).
+    chunk_size: tokens that "chunk" takes at once; any gives the same numbers.
+    backend: "recurrent" (the definition), "chunk" (matrix products), "triton" (GPU kernels; on a CPU only under
+        TRITON_INTERPRET=1), "auto" (triton on a GPU; on a CPU chunk, recurrent for one token).
 
     State and arithmetic are fp32 whatever the inputs' dtype (fp64 for fp64 inputs); o has v's dtype.
-    Raises ValueError that names the argument when a shape, dtype or name is outside this contract.
+    Raises ValueError that names the argument when a shape, dtype, value or name is outside this contract. Values
+    (NaN, g > 0) are looked at on a CPU only: on a GPU every look would wait for the device.
     """
     _check(q, k, v, g, beta, initial_state, cu_seqlens, chunk_size, backend)
+    if backend == "auto" and q.is_cuda and find_spec("triton"):
+        backend = "triton"
+    if backend == "triton" and q.shape[1]:
+        return _triton(q, k, v, g, beta, scale, initial_state, cu_seqlens)
     if cu_seqlens is not None:
         return _packed(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size, backend)
     if backend == "recurrent" or (backend == "auto" and q.shape[1] <= 1):
@@ -177,11 +186,31 @@ def _chunks(x: Tensor, C: int) -> Tensor:
 
 def _prepare(q, k, v, g, beta, scale, initial_state):
     """Working precision, the scale on q, and a state to start from."""
+    S = _start(q, v, q.shape[0], initial_state)
+    q, k, v, g, beta = (x.to(S.dtype) for x in (q, k, v, g, beta))
+    return q * _scale(q, scale), k, v, g, beta, S
+
+
+def _start(q: Tensor, v: Tensor, sequences: int, initial_state: Tensor | None) -> Tensor:
+    """The state to begin with, fp32, or fp64 where v is."""
     dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
-    q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
-    B, _, H, K = q.shape
-    S = v.new_zeros(B, H, K, v.shape[-1]) if initial_state is None else initial_state.to(dtype)
-    return q * (K**-0.5 if scale is None else scale), k, v, g, beta, S
+    if initial_state is not None:
+        return initial_state.to(dtype)
+    return torch.zeros(sequences, q.shape[2], q.shape[3], v.shape[3], dtype=dtype, device=v.device)
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _triton(q, k, v, g, beta, scale, initial_state, cu_seqlens):
+    try:
+        from k3lite.ops.kda_triton import kda_triton
+    except ImportError as e:
+        raise ValueError(f"backend: 'triton' is not installed here ({e}); 'auto' picks what runs here") from e
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    S = _start(q, v, sequences, initial_state)
+    return kda_triton(q, k, v, g, beta, _scale(q, scale), S, cu_seqlens)
 
 
 def _packed(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size, backend):
@@ -214,25 +243,45 @@ def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def _check(q, k, v, g, beta, initial_state, cu_seqlens, chunk_size, backend) -> None:
-    if backend not in ("auto", "recurrent", "chunk"):
-        raise ValueError(f"backend: got {backend!r}, wanted 'auto', 'recurrent' or 'chunk'")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: got {backend!r}, wanted one of {', '.join(BACKENDS)}")
     if chunk_size < 1:
         raise ValueError(f"chunk_size: got {chunk_size}, wanted 1 or more")
-    if q.dim() != 4:
-        raise ValueError(f"q: got shape {tuple(q.shape)}, wanted [B, T, H, K]")
+    for name, x in {"q": q, "v": v}.items():
+        if x.dim() != 4:
+            raise ValueError(f"{name}: got shape {tuple(x.shape)}, wanted [B, T, H, {'K' if name == 'q' else 'V'}]")
     B, T, H, K = q.shape
     V = v.shape[-1]
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, B, T)
     N = B if cu_seqlens is None else cu_seqlens.numel() - 1
-    wanted = {"k": (k, (B, T, H, K)), "v": (v, (B, T, H, V)), "g": (g, (B, T, H, K)), "beta": (beta, (B, T, H))}
+    given = {"q": (q, (B, T, H, K)), "k": (k, (B, T, H, K)), "v": (v, (B, T, H, V)), "g": (g, (B, T, H, K))}
+    given["beta"] = (beta, (B, T, H))
     if initial_state is not None:
-        wanted["initial_state"] = (initial_state, (N, H, K, V))
-    for name, (x, shape) in wanted.items():
+        given["initial_state"] = (initial_state, (N, H, K, V))
+    for name, (x, shape) in given.items():
         if tuple(x.shape) != shape:
-            raise ValueError(f"{name}: got shape {tuple(x.shape)}, wanted {shape} (q is {tuple(q.shape)})")
-    for name, x in {"q": q, "k": k, "v": v, "g": g, "beta": beta}.items():
+            hint = "; the state is [.., K, V], this looks like [.., V, K]" if tuple(x.shape) == (N, H, V, K) else ""
+            raise ValueError(f"{name}: got shape {tuple(x.shape)}, wanted {shape} (q is {tuple(q.shape)}){hint}")
         if not x.is_floating_point():
             raise ValueError(f"{name}: got dtype {x.dtype}, wanted a floating-point dtype")
+        if x.device != q.device:
+            raise ValueError(f"{name}: got a tensor on {x.device}, wanted {q.device}, where q is")
     if initial_state is not None and initial_state.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"initial_state: got dtype {initial_state.dtype}, wanted float32 (the state is never rounded)")
+    if q.device.type == "cpu":
+        _check_values({name: x.detach() for name, (x, _) in given.items()})
+
+
+def _check_values(given: dict[str, Tensor]) -> None:
+    """Raise ValueError for NaN, infinity, or a decay that grows. One pass over each tensor while all is well."""
+    for name, x in given.items():
+        if not torch.isfinite(x.sum(dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)):
+            bad = torch.nonzero(~torch.isfinite(x))
+            if len(bad):  # else finite values so large that only their sum is not
+                at = bad[0].tolist()
+                raise ValueError(f"{name}: got {x[tuple(at)].item()} at {at} ({len(bad)} such), wanted finite numbers")
+    g = given["g"]
+    if g.numel() and g.max() > 0:
+        at = torch.nonzero(g > 0)[0].tolist()
+        raise ValueError(f"g: got {g[tuple(at)].item():g} at {at}, wanted a log-decay of 0 or less")

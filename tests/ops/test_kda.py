@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.helpers import assert_all_close, assert_close, dims, kda_inputs, outp
 
 BACKENDS = ["recurrent", "chunk"]
 backends = pytest.mark.parametrize("backend", BACKENDS)
+every_backend = pytest.mark.parametrize("backend", [*BACKENDS, "triton"])  # its own tests: test_kda_triton.py
 gates = pytest.mark.parametrize("gate", ["bounded", "softplus"])
 precisions = pytest.mark.parametrize("dtype, rel", [(torch.float64, 1e-9), (torch.float32, 1e-4)], ids=["fp64", "fp32"])
 
@@ -54,7 +56,7 @@ def test_t01_softplus_gate():
     torch.testing.assert_close(g, torch.tensor(want, dtype=torch.float64))
 
 
-@backends
+@every_backend
 def test_t02_delta_reads_the_decayed_state(backend):
     o, S = one_head(
         t([0.6, 0.8]), t([0.6, 0.8]), t([1, 1]), t([math.log(0.5), math.log(0.25)]), t(0.5),
@@ -65,7 +67,7 @@ def test_t02_delta_reads_the_decayed_state(backend):
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 3, 32])
-@backends
+@every_backend
 def test_t03_decay_per_channel(backend, chunk_size):
     o, S = one_head(
         t([1, 0], [0.6, 0.8], [0, 1]), t([0.6, 0.8], [0.8, 0.6], [1, 0]), t([1], [2], [-1]),
@@ -75,7 +77,7 @@ def test_t03_decay_per_channel(backend, chunk_size):
     torch.testing.assert_close(S.flatten(), t(0.388097031, 0.631888475), rtol=0, atol=1e-9)
 
 
-@backends
+@every_backend
 def test_t04_state_is_key_by_value(backend):
     o, _ = one_head(
         t([0.6, 0.8]), t([0.8, 0.6]), t([1, -1]), t([math.log(0.5), math.log(0.9)]), t(0.5),
@@ -84,7 +86,7 @@ def test_t04_state_is_key_by_value(backend):
     torch.testing.assert_close(o, t([1.393283, 1.116663]), rtol=0, atol=5e-7)
 
 
-@backends
+@every_backend
 def test_t04_wide_values_and_no_stray_arguments(backend):
     inputs = kda_inputs(1, 5, 1, 2, 3)
     assert kda(**inputs, backend=backend)[1].shape == (1, 1, 2, 3)
@@ -142,7 +144,7 @@ def test_t06_low_precision_inputs(backend, dtype):
     assert torch.equal(o, want_o.to(dtype)) and torch.equal(S, want_S)
 
 
-@backends
+@every_backend
 def test_t07_packed_scalars(backend):
     starts, state = torch.tensor([0, 3, 3, 5]), t(0, 7, 0).view(3, 1, 1, 1)
     states = scalar([1, 2, 3, 4, 5], cu_seqlens=starts, initial_state=state, backend=backend)
@@ -164,7 +166,7 @@ def test_t07_packed_equals_each_sequence_alone(backend, gate, lengths):
         assert_close(f"S {i}", S[i : i + 1], want_S, 1e-9)
 
 
-@backends
+@every_backend
 def test_t08_resume_from_a_snapshot(backend):
     states = [scalar([1, 2, 3, 4][:n], backend=backend).item() for n in (1, 2, 3, 4)]
     assert states == [0.5, 1.125, 1.78125, 2.4453125]
@@ -254,7 +256,7 @@ def test_one_key_again_and_again(dtype, rel):
     assert_all_close(gradients, want_gradients, 10 * rel)
 
 
-@backends
+@every_backend
 def test_nothing_is_written_to_the_inputs(backend):
     inputs = kda_inputs(2, 37, 2, 8, 5)
     before = {n: x.clone() for n, x in inputs.items()}
@@ -262,7 +264,7 @@ def test_nothing_is_written_to_the_inputs(backend):
     assert all(torch.equal(x, before[n]) for n, x in inputs.items())
 
 
-@backends
+@every_backend
 def test_no_tokens(backend):
     inputs = kda_inputs(2, 0, 2, 8, 5)
     o, S = kda(**inputs, backend=backend)
@@ -338,6 +340,7 @@ def test_k3_gate_needs_no_pairs():
     "change, message",
     [
         ({"q": torch.zeros(1, 5, 2)}, r"q: got shape \(1, 5, 2\), wanted \[B, T, H, K\]"),
+        ({"v": torch.zeros(1, 5, 2)}, r"v: got shape \(1, 5, 2\), wanted \[B, T, H, V\]"),
         ({"k": torch.zeros(1, 5, 2, 3)}, r"k: got shape \(1, 5, 2, 3\), wanted \(1, 5, 2, 4\)"),
         ({"v": torch.zeros(1, 4, 2, 3)}, r"v: got shape \(1, 4, 2, 3\), wanted \(1, 5, 2, 3\)"),
         ({"g": torch.zeros(1, 5, 2, 1)}, r"g: got shape \(1, 5, 2, 1\), wanted \(1, 5, 2, 4\)"),
@@ -345,7 +348,9 @@ def test_k3_gate_needs_no_pairs():
         ({"v": torch.zeros(1, 5, 2, 3, dtype=torch.long)}, "v: got dtype torch.int64, wanted a floating-point"),
         ({"initial_state": torch.zeros(1, 2, 4, 3, dtype=torch.bfloat16)}, "initial_state: got dtype torch.bfloat16"),
         ({"initial_state": torch.zeros(2, 2, 4, 3)}, r"initial_state: got shape \(2, 2, 4, 3\)"),
-        ({"backend": "triton"}, "backend: got 'triton', wanted 'auto', 'recurrent' or 'chunk'"),
+        ({"initial_state": torch.zeros(1, 2, 3, 4)}, r"initial_state: .* the state is \[.., K, V\], this looks like"),
+        ({"k": torch.zeros(1, 5, 2, 4, device="meta")}, "k: got a tensor on meta, wanted cpu, where q is"),
+        ({"backend": "cuda"}, "backend: got 'cuda', wanted one of auto, recurrent, chunk, triton"),
         ({"chunk_size": 0}, "chunk_size: got 0, wanted 1 or more"),
         ({"cu_seqlens": torch.tensor([0, 4])}, r"cu_seqlens: got \[0, 4\], wanted a rising list from 0 to T = 5"),
         ({"cu_seqlens": torch.tensor([1, 5])}, r"cu_seqlens: got \[1, 5\]"),
@@ -355,6 +360,31 @@ def test_k3_gate_needs_no_pairs():
 def test_wrong_arguments(change, message):
     with pytest.raises(ValueError, match=message):
         kda(**kda_inputs(1, 5, 2, 4, 3) | change)
+
+
+@every_backend
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "initial_state"])
+def test_numbers_that_are_none(name, value, backend):
+    inputs = kda_inputs(1, 5, 2, 4, 3)
+    inputs[name].view(-1)[3] = value
+    at = [int(i) for i in torch.unravel_index(torch.tensor(3), inputs[name].shape)]
+    with pytest.raises(ValueError, match=rf"^{name}: got {value} at {re.escape(str(at))} \(1 such\), wanted finite"):
+        kda(**inputs, backend=backend)
+
+
+@every_backend
+def test_a_decay_that_grows(backend):
+    inputs = kda_inputs(1, 5, 2, 4, 3)
+    inputs["g"][0, 2, 1, 3] = 0.25
+    with pytest.raises(ValueError, match=r"g: got 0.25 at \[0, 2, 1, 3\], wanted a log-decay of 0 or less"):
+        kda(**inputs, backend=backend)
+
+
+def test_large_finite_numbers_are_numbers():
+    """Their sum is infinite in fp32, or in fp16, and they are not."""
+    kda(**kda_inputs(1, 5, 2, 4, 3) | {"v": torch.full((1, 5, 2, 3), 3e38)})
+    kda(**kda_inputs(1, 64, 2, 4, 3) | {"v": torch.full((1, 64, 2, 3), 6e4, dtype=torch.float16)})
 
 
 @pytest.mark.parametrize("starts", [[0, 3, 2, 5], []], ids=str)

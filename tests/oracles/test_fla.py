@@ -16,7 +16,7 @@ VALUES, GRADIENTS = 5e-6, 2e-5
 shapes = dims(
     "B T H K V", *((2, T, 2, 8, 12) for T in (1, 15, 16, 17, 37, 63, 64, 65)), (1, 37, 3, 16, 4), (1, 20, 1, 5, 7)
 )
-backends = pytest.mark.parametrize("backend", ["recurrent", "chunk"])
+backends = pytest.mark.parametrize("backend", ["recurrent", "chunk", "triton"])
 gates = pytest.mark.parametrize("gate", ["bounded", "softplus"])
 starts = pytest.mark.parametrize("start", [False, True], ids=["zero", "state"])
 
@@ -58,7 +58,7 @@ def test_gradients_of_naive_chunk_kda(fla_kda, T, C, backend):
 def test_scale(fla_kda, scale):
     inputs = kda_inputs(1, 37, 2, 8, 12)
     o, S = fla_kda.naive_recurrent_kda(**inputs, scale=scale, output_final_state=True)
-    for backend in ("recurrent", "chunk"):
+    for backend in ("recurrent", "chunk", "triton"):
         got, state = kda(**inputs, scale=scale, backend=backend)
         assert_all_close({"o": got, "S": state}, {"o": o, "S": S}, VALUES)
 
