@@ -12,7 +12,7 @@ help:
 	@echo "make lab        open JupyterLab on the first notebook"
 	@echo "make needle     train a small K3 and measure where it finds hidden facts (about 3 minutes on two cores)"
 	@echo "make test       unit and oracle tests, every notebook under nbval, browser tests"
-	@echo "make bench      speed of the fast forms beside the plain ones"
+	@echo "make bench      speed of the fast forms beside the plain ones and other implementations"
 	@echo "make notebooks  run every notebook and keep its outputs"
 	@echo "make clean      remove .venv"
 
@@ -53,7 +53,7 @@ test: $(VENV)/.test
 	@$(BIN)/python -m pytest tests notebooks --nbval --nbval-current-env --nbval-cell-timeout=90 \
 	  --nbval-sanitize-with tests/sanitize.cfg $(ARGS)
 
-bench: $(VENV)/.course
+bench: $(VENV)/.test
 	@$(BIN)/k3lite bench kda --threads 1 $(ARGS)
 
 notebooks: $(VENV)/.test

@@ -1,21 +1,25 @@
 """Speed, only ever as a ratio within one run: ours beside a peer, same tensors, same threads.
 
-A bench is a function that yields rows. `k3lite bench NAME` prints them; `--json FILE` also writes them.
+A bench is a module `k3lite.bench_NAME` with a function `cases(device)` that yields rows and remarks. `k3lite bench NAME`
+prints them; `--json FILE` also writes the rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from k3lite.checkpoint import write_text
-from k3lite.ops.kda import kda_chunk, kda_recurrent, l2norm
+
+BENCHES = ("kda",)
+PATIENCE = 8.0  # seconds after which a slow case is not repeated again
 
 
 @dataclass(frozen=True)
@@ -33,57 +37,42 @@ class Row:
     device: str
 
 
-def seconds(work: Callable[[], object], repeats: int = 3) -> float:
-    """Best of `repeats` runs, after one that is not counted."""
-    work()
-    best = float("inf")
-    for _ in range(repeats):
+def seconds(work: Callable[[], object], device: str = "cpu", repeats: int = 5) -> float:
+    """Best of at most `repeats` runs, after one that is not counted. Waits for the device."""
+
+    def once() -> float:
         start = time.perf_counter()
         work()
-        best = min(best, time.perf_counter() - start)
+        if device != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter() - start
+
+    first, best, spent = once(), float("inf"), 0.0
+    for _ in range(repeats):
+        if spent and spent + first > PATIENCE:
+            break
+        took = once()
+        best, spent = min(best, took), spent + took
     return best
 
 
-def row(
-    bench: str, case: str, ours: Callable[[], object], peer_name: str, peer: Callable[[], object], dtype: torch.dtype
-) -> Row:
-    """Time both on the CPU and compare."""
-    ours_s, peer_s = seconds(ours), seconds(peer)
+def row(bench: str, case: str, ours_s: float, peer: str, peer_s: float, dtype: torch.dtype, device: str = "cpu") -> Row:
+    """Two measured times and their ratio."""
     name = str(dtype).removeprefix("torch.")
-    return Row(bench, case, ours_s, peer_name, peer_s, peer_s / ours_s, torch.get_num_threads(), name, "cpu")
+    return Row(bench, case, ours_s, peer, peer_s, peer_s / ours_s, torch.get_num_threads(), name, device)
 
 
-def bench_kda() -> Iterator[Row]:
-    """Chunkwise KDA against the step-by-step definition, 4 heads of 64."""
-    H, K = 4, 64
-    for T in (1024, 4096):
-        g = torch.Generator().manual_seed(0)
-        q, k, v = (torch.randn(1, T, H, K, generator=g) for _ in range(3))
-        decay = -5 * torch.rand(1, T, H, K, generator=g) ** 3
-        inputs = (l2norm(q), l2norm(k), v, decay, torch.rand(1, T, H, generator=g))
-
-        def forward(op: Callable, inputs=inputs) -> None:
-            with torch.no_grad():
-                op(*inputs)
-
-        def backward(op: Callable, inputs=inputs) -> None:
-            leaves = [x.clone().requires_grad_() for x in inputs]
-            o, state = op(*leaves)
-            (o.sum() + state.sum()).backward()
-
-        for what, work in (("forward", forward), ("forward+backward", backward)):
-            case = f"{what} T={T} H={H} K=V={K}"
-            yield row(
-                "kda", case, lambda w=work: w(kda_chunk), "step by step", lambda w=work: w(kda_recurrent), v.dtype
-            )
-
-
-BENCHES: dict[str, Callable[[], Iterator[Row]]] = {"kda": bench_kda}
-
-
-def run(name: str) -> list[Row]:
-    """All rows of one bench."""
-    return list(BENCHES[name]())
+def run(name: str, device: str = "cpu") -> tuple[list[Row], list[str]]:
+    """All rows and remarks of one bench. Raises ValueError for a device that is not here."""
+    if device != "cpu" and not (
+        torch.accelerator.is_available() and device == torch.accelerator.current_accelerator().type
+    ):
+        raise ValueError(f"device: got {device!r}, which is not here; wanted 'cpu'")
+    made: Iterable[Row | str] = importlib.import_module(f"k3lite.bench_{name}").cases(device)
+    rows, remarks = [], []
+    for item in made:
+        (rows if isinstance(item, Row) else remarks).append(item)
+    return rows, remarks
 
 
 def table(rows: list[Row]) -> str:

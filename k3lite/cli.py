@@ -1,4 +1,4 @@
-"""The command line: `k3lite needle`, `k3lite needle ask`, `k3lite bench`."""
+"""The command line: `k3lite needle`, `k3lite needle ask`, `k3lite train mqar`, `k3lite bench`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from safetensors import SafetensorError
 
 from k3lite import bench
 from k3lite.checkpoint import load_model
-from k3lite.tasks import needle_job
+from k3lite.tasks import mqar_job, needle_job
 from k3lite.tasks.needle_ask import ask, prepare_document
 from k3lite.tasks.needle_report import text_table
+from k3lite.tasks.trained import CARD, forget
 from k3lite.train import STATE, Stopped
 
 T = TypeVar("T")
@@ -64,10 +65,9 @@ def _needle(args: argparse.Namespace) -> int:
     )
     job.check()
     model_folder = args.out / "model"
-    if args.restart:  # without its card a model is not finished; nothing else in the folder is touched
-        (model_folder / needle_job.CARD).unlink(missing_ok=True)
-        (args.out / STATE).unlink(missing_ok=True)
-    if (model_folder / needle_job.CARD).exists():
+    if args.restart:
+        forget(args.out)
+    if (model_folder / CARD).exists():
         print(f"{model_folder} is trained already: measuring only (--restart trains anew)")
     elif (args.out / STATE).exists():
         print(f"going on from the last checkpoint in {args.out}")
@@ -102,9 +102,33 @@ def _ask(args: argparse.Namespace) -> int:
     return 0
 
 
+def _train_mqar(args: argparse.Namespace) -> int:
+    job = mqar_job.Job(
+        out=args.out,
+        recipe=dataclasses.replace(mqar_job.RECIPE, steps=args.steps),
+        widths=args.widths,
+        seeds=args.seeds,
+        pairs=args.pairs,
+        rows=args.rows,
+    )
+    job.check()
+    if args.restart:
+        job.restart()
+    folders = [folder for _, _, folder in job.models()]
+    trained = sum((folder / "model" / CARD).exists() for folder in folders)
+    started = sum((folder / STATE).exists() for folder in folders)
+    print(
+        f"{len(folders)} models of {args.steps} steps on {torch.get_num_threads()} CPU thread(s): {trained} trained "
+        f"already, {started} to go on with, {len(folders) - trained - started} to begin (--restart trains all anew)"
+    )
+    print(mqar_job.text_table(mqar_job.run(job)))
+    print(f"\nwritten: {args.out / mqar_job.RESULT}, and the models beside it")
+    return 0
+
+
 def _bench(args: argparse.Namespace) -> int:
-    rows = bench.run(args.name)
-    print(bench.table(rows))
+    rows, remarks = bench.run(args.name, args.device)
+    print("\n".join([bench.table(rows), *remarks]))
     if args.json:
         bench.write_json(rows, args.json)
     return 0
@@ -145,12 +169,32 @@ def _parser() -> argparse.ArgumentParser:
     question.set_defaults(run=_ask)
     _threads(question)
 
+    tasks = commands.add_parser("train", help="train small models on a task and measure them")
+    tasks = tasks.add_subparsers(title="tasks", required=True, metavar="TASK")
+    _mqar_options(tasks.add_parser("mqar", help="associative recall: how many pairs does a state of each width hold?"))
+
     speed = commands.add_parser("bench", help="measure speed as a ratio within one run")
     speed.add_argument("name", choices=sorted(bench.BENCHES))
+    speed.add_argument("--device", default="cpu", help="cpu, or cuda where there is one (default %(default)s)")
     speed.add_argument("--json", type=Path, help="also write the rows to this file")
     speed.set_defaults(run=_bench)
     _threads(speed)
     return parser
+
+
+def _mqar_options(mqar: argparse.ArgumentParser) -> None:
+    default = mqar_job.Job(out=Path("out/mqar"))
+    mqar.add_argument("--widths", type=_list(int), default=default.widths, help="channels of a state, like 8,16,32,64")
+    mqar.add_argument("--seeds", type=_list(int), default=default.seeds, help="one model of each width a seed")
+    mqar.add_argument("--pairs", type=_list(int), default=default.pairs, help="pairs in a row when measuring")
+    mqar.add_argument("--rows", type=int, default=default.rows, help="held-out rows a cell (default %(default)s)")
+    mqar.add_argument("--steps", type=int, default=default.recipe.steps, help="training steps (default %(default)s)")
+    mqar.add_argument(
+        "--out", type=Path, default=default.out, help="folder of models and results (default %(default)s)"
+    )
+    mqar.add_argument("--restart", action="store_true", help="forget these models, and checkpoints, in the folder")
+    mqar.set_defaults(run=_train_mqar)
+    _threads(mqar)
 
 
 def _threads(parser: argparse.ArgumentParser) -> None:

@@ -137,19 +137,17 @@ def test_ctrl_c_in_a_real_process_keeps_what_is_done(tmp_path):
 
 def test_bench_prints_a_table_and_writes_rows(tmp_path, capsys, monkeypatch):
     one = bench.Row("kda", "forward T=1", 1.0, "step by step", 2.5, 2.5, 1, "float32", "cpu")
-    monkeypatch.setattr(bench, "run", lambda name: [one])
+    monkeypatch.setattr(bench, "run", lambda name, device: ([one], ["a remark"]))
     assert main(["bench", "kda", "--json", str(tmp_path / "rows.json")]) == 0
-    assert "forward T=1" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "forward T=1" in out and out.endswith("a remark\n")
     (row,) = json.loads((tmp_path / "rows.json").read_text())
     assert list(row) == ["bench", "case", "ours_s", "peer", "peer_s", "ratio", "threads", "dtype", "device"]
 
 
-def test_bench_rows_are_measured():
-    row = bench.row(
-        "x", "case", lambda: sum(range(10)), "slow", lambda: sum(range(300_000)), __import__("torch").float32
-    )
-    assert row.ours_s > 0 and row.peer_s > 0
-    assert row.ratio == row.peer_s / row.ours_s
+def test_bench_of_a_device_that_is_not_here(capsys):
+    assert main(["bench", "kda", "--device", "nonsense"]) == 2
+    assert capsys.readouterr().err == "k3lite: device: got 'nonsense', which is not here; wanted 'cpu'\n"
 
 
 def test_restart_trains_anew_and_touches_nothing_else_in_the_folder(tmp_path, capsys):

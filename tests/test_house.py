@@ -27,6 +27,7 @@ ORDER = [
     "train",
     "tasks",
     "bench",
+    "bench_kda",
     "cli",
 ]
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,10 +14,10 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from k3lite import budget
-from k3lite.checkpoint import WEIGHTS, CheckpointError, load_model, save_model, write_text
 from k3lite.config import K3Config
 from k3lite.generate import generate
 from k3lite.model import K3ForCausalLM
+from k3lite.tasks import trained
 from k3lite.tasks.needle import (
     CHANCE,
     DIGITS,
@@ -30,7 +28,8 @@ from k3lite.tasks.needle import (
 )
 from k3lite.tasks.needle_report import write_report
 from k3lite.tasks.text import haystack
-from k3lite.train import STATE, BatchAt, Recipe, train
+from k3lite.tasks.trained import cell_seed, fresh_model, train_or_load
+from k3lite.train import BatchAt, Recipe
 
 PRESET = "needle"
 TRAINING_LENGTH = 256  # bytes of the longest training document, questions included
@@ -39,18 +38,14 @@ DENSE_SHARE = 0.4  # of the steps, before documents get long
 QUESTIONS = 8  # at most, for each training document: more answers to learn from for the same reading
 EVAL_TOKENS = 16_384  # tokens in one forward pass when measuring: bounds memory
 RECIPE = Recipe(steps=400, lr=8e-3, task="needle-1")
-CARD = "card.json"
 
 
 # ---- training
 
 
 def needle_model(seed: int, config: K3Config | None = None) -> K3ForCausalLM:
-    """A fresh model. Embeddings start at unit size: under AttnRes they are a source beside sub-layer outputs."""
-    model = K3ForCausalLM(K3Config.preset(PRESET) if config is None else config, seed=seed)
-    with torch.no_grad():
-        model.model.embed_tokens.weight.div_(model.config.initializer_range)
-    return model
+    """A fresh model of the preset, or of another config."""
+    return fresh_model(K3Config.preset(PRESET) if config is None else config, seed)
 
 
 def curriculum(text: Tensor, recipe: Recipe, tokens: int = TOKENS_PER_STEP) -> BatchAt:
@@ -80,53 +75,20 @@ def train_needle_model(folder: Path, recipe: Recipe, progress: bool = True) -> K
 
     Raises CheckpointError if the folder's model came from another recipe.
     """
-    target = folder / "model"
-    if (target / CARD).exists():
-        card = read_card(target)
-        if card["recipe"] != dataclasses.asdict(recipe):
-            raise CheckpointError(
-                f"{target}: holds a model of another recipe or seed; choose another --out, or --restart"
-            )
-        return load_model(target)
-    model = needle_model(recipe.seed)
-    resumed = (folder / STATE).exists()
-    started = time.perf_counter()
-    losses = train(model, curriculum(haystack("train"), recipe), recipe, folder=folder, progress=progress)
-    save_model(model, target)
-    write_card(target, recipe, losses, None if resumed else time.perf_counter() - started)
-    (folder / STATE).unlink(missing_ok=True)  # finished: the optimizer's moments are of no more use
-    return model
-
-
-def write_card(folder: Path, recipe: Recipe, losses: list[float], seconds: float | None) -> None:
-    """What made the weights in `folder`, so that anybody can make them again and see that they are the same.
-
-    seconds: of the training, None where it was done in several sessions.
-    """
-    card = {
-        "task": "needle: facts hidden in real text, bytes as tokens",
-        "recipe": dataclasses.asdict(recipe),
-        "training_length": TRAINING_LENGTH,
-        "final_loss": round(sum(losses[-20:]) / len(losses[-20:]), 4),
-        "training_seconds": None if seconds is None else round(seconds, 1),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "sha256": hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest(),
-    }
-    write_text(folder / CARD, json.dumps(card, indent=2) + "\n")
+    return train_or_load(
+        folder,
+        "needle: facts hidden in real text, bytes as tokens",
+        K3Config.preset(PRESET),
+        recipe,
+        lambda: curriculum(haystack("train"), recipe),
+        {"training_length": TRAINING_LENGTH},
+        progress,
+    )
 
 
 def read_card(folder: Path) -> dict[str, Any]:
-    """The card of a finished model. Raises CheckpointError if it is none, or if the weights are not the card's."""
-    try:
-        card = json.loads((folder / CARD).read_text())
-        recipe, digest = card["recipe"], card["sha256"]
-        weights = (folder / WEIGHTS).read_bytes()
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise CheckpointError(f"{folder}: no finished needle model ({e})") from e
-    if hashlib.sha256(weights).hexdigest() != digest or not isinstance(recipe, dict):
-        raise CheckpointError(f"{folder / WEIGHTS}: not the weights that {CARD} describes (damaged or replaced)")
-    return card
+    """The card of a finished needle model. Raises CheckpointError as in `trained.read_card`."""
+    return trained.read_card(folder, "needle")
 
 
 # ---- measuring
@@ -171,7 +133,7 @@ def measure(
     for n in needles:
         for length in lengths:
             for depth in depths:
-                g = torch.Generator().manual_seed(_cell_seed(seed, n, length, int(depth * 100)))
+                g = torch.Generator().manual_seed(cell_seed(seed, n, length, int(depth * 100)))
                 batch = make_batch(text, trials, length, n, g, depth=depth)
                 yield Record(name, length, depth, n, right_answers(model, batch).double().mean().item(), trials)
 
@@ -180,13 +142,9 @@ def measure_control(model: K3ForCausalLM, length: int, trials: int, seed: int, n
     """The same question about a key that was never hidden, one other needle being there: scores chance, or the
     test leaks. The depth of a needle that is not there is given as -1.
     """
-    g = torch.Generator().manual_seed(_cell_seed(seed, 0, length, 0))
+    g = torch.Generator().manual_seed(cell_seed(seed, 0, length, 0))
     batch = make_batch(haystack("heldout"), trials, length, 1, g, control=True)
     return Record(name, length, -1.0, 0, right_answers(model, batch).double().mean().item(), trials)
-
-
-def _cell_seed(*parts: int) -> int:
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "big")
 
 
 def cache_row(model: K3ForCausalLM, length: int) -> dict[str, int]:

@@ -280,6 +280,14 @@ def test_auto_takes_the_recurrence_for_one_token(monkeypatch):
     assert calls == ["kda_recurrent", "kda_chunk"]
 
 
+def test_auto_takes_triton_on_a_gpu(monkeypatch):
+    """As far as that can be told without one: a tensor that claims to be there."""
+    monkeypatch.setattr("k3lite.ops.kda._triton", lambda *_: "triton")
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert kda(**kda_inputs(1, 5, 1, 4, 4)) == kda(**kda_inputs(1, 1, 1, 4, 4)) == "triton"
+    assert kda(**kda_inputs(1, 5, 1, 4, 4), backend="chunk")[0].shape == (1, 5, 1, 4)
+
+
 class Allocations(TorchDispatchMode):
     """Bytes of every result computed inside."""
 

@@ -1,0 +1,117 @@
+"""Trained models in folders: weights, config, and a card that says what made them.
+
+A folder with a card is finished: it is loaded and not trained again. Without one, training starts, or goes on from
+the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from k3lite.checkpoint import WEIGHTS, CheckpointError, load_model, save_model, write_text
+from k3lite.config import K3Config
+from k3lite.model import K3ForCausalLM
+from k3lite.train import STATE, BatchAt, Recipe, train
+
+CARD = "card.json"
+
+
+def fresh_model(config: K3Config, seed: int) -> K3ForCausalLM:
+    """An untrained model. Embeddings start at unit size: under AttnRes they are a source beside sub-layer outputs."""
+    model = K3ForCausalLM(config, seed=seed)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.div_(config.initializer_range)
+    return model
+
+
+def train_or_load(
+    folder: Path,
+    about: str,
+    config: K3Config,
+    recipe: Recipe,
+    batches: Callable[[], BatchAt],
+    facts: dict[str, Any],
+    progress: bool = True,
+) -> K3ForCausalLM:
+    """The trained model of folder/model; trains it, or goes on with it, unless it is finished already.
+
+    about: "task: what it is", for the card.   batches: called only if there is something to train.
+    facts: what else the card should say; a finished model must agree with them and with the recipe.
+    Raises CheckpointError if the folder's model is another one.
+    """
+    target = folder / "model"
+    if (target / CARD).exists():
+        card = read_card(target, _task(about))
+        if (card["recipe"], {name: card.get(name) for name in facts}) != (dataclasses.asdict(recipe), facts):
+            raise CheckpointError(
+                f"{target}: holds a model of another recipe or seed; choose another --out, or --restart"
+            )
+        return load_model(target)
+    model = fresh_model(config, recipe.seed)
+    resumed = (folder / STATE).exists()
+    started = time.perf_counter()
+    losses = train(model, batches(), recipe, folder=folder, progress=progress)
+    save_model(model, target)
+    _write_card(target, about, recipe, facts, losses, None if resumed else time.perf_counter() - started)
+    (folder / STATE).unlink(missing_ok=True)  # finished: the optimizer's moments are of no more use
+    return model
+
+
+def forget(folder: Path) -> None:
+    """Let the next `train_or_load` start anew: without its card a model is not finished. Nothing else is touched."""
+    (folder / "model" / CARD).unlink(missing_ok=True)
+    (folder / STATE).unlink(missing_ok=True)
+
+
+def read_card(folder: Path, task: str) -> dict[str, Any]:
+    """The card of a finished model of `task`. Raises CheckpointError if it is none, or if the weights are not the
+    card's.
+    """
+    try:
+        card = json.loads((folder / CARD).read_text())
+        recipe, digest, about = card["recipe"], card["sha256"], card["task"]
+        weights = (folder / WEIGHTS).read_bytes()
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise CheckpointError(f"{folder}: no finished {task} model ({e})") from e
+    if hashlib.sha256(weights).hexdigest() != digest or not isinstance(recipe, dict):
+        raise CheckpointError(f"{folder / WEIGHTS}: not the weights that {CARD} describes (damaged or replaced)")
+    if _task(str(about)) != task:
+        raise CheckpointError(f"{folder}: no finished {task} model ({CARD} says {about!r})")
+    return card
+
+
+def cell_seed(*parts: int) -> int:
+    """A seed for the documents of one measured cell, from whatever names it."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "big")
+
+
+def _task(about: str) -> str:
+    return about.split(":")[0]
+
+
+def _write_card(
+    folder: Path, about: str, recipe: Recipe, facts: dict[str, Any], losses: list[float], seconds: float | None
+) -> None:
+    """What made the weights in `folder`, so that anybody can make them again and see that they are the same.
+
+    seconds: of the training, None where it was done in several sessions.
+    """
+    card = {
+        "task": about,
+        "recipe": dataclasses.asdict(recipe),
+        **facts,
+        "final_loss": round(sum(losses[-20:]) / len(losses[-20:]), 4),
+        "training_seconds": None if seconds is None else round(seconds, 1),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "sha256": hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest(),
+    }
+    write_text(folder / CARD, json.dumps(card, indent=2) + "\n")
