@@ -29,6 +29,8 @@ def test_notebook_runs_clean(lab, notebook):
     assert len(cells) == sum(c["cell_type"] == "code" and bool("".join(c["source"]).strip()) for c in stored)
     assert errors_in(cells) == []
     assert [c["execution_count"] for c in cells] == list(range(1, len(cells) + 1))
+    for box in lab.page.locator(".jp-OutputArea-output .k3lite-explorer").all():
+        answers_the_keyboard(box)
     assert lab.off_host == []
     assert lab.console_errors == []
 
@@ -89,6 +91,22 @@ def test_what_goes_wrong_in_a_notebook_is_seen(lab):
     assert wrong[2] == "code cell 3 was not run: print('never')"
     assert lab.off_host == ["http://example.invalid/pixel.png"]
     assert any("ERR_FAILED" in e for e in lab.console_errors)
+
+
+def answers_the_keyboard(box) -> None:
+    """Keys on the first button, or slider where there is none, change what the explorer says; nothing is refused."""
+    box.scroll_into_view_if_needed()
+    button = box.locator("button.jupyter-button:not([disabled])")
+    said = box if button.count() else box.locator("[role=status]").last
+    before = said.inner_text()
+    if button.count():
+        button.first.press("Space")
+    else:
+        handle = box.locator(".widget-hslider:visible .noUi-handle").first
+        for key in ("ArrowRight", "ArrowRight", "ArrowLeft"):  # ends elsewhere, also at either end of the slider
+            handle.press(key)
+    expect(said).not_to_have_text(before, timeout=15_000, use_inner_text=True)
+    expect(box.locator("[role=alert]")).to_have_count(0)
 
 
 def dots(box) -> list[str]:
