@@ -94,7 +94,8 @@ def kda_recurrent(
 ) -> tuple[Tensor, Tensor]:
     """The definition, one token after another. Shapes as in `kda`."""
     out_dtype = v.dtype
-    q, k, v, g, beta, S = _prepare(q, k, v, g, beta, scale, initial_state)
+    q, k, v, g, beta, S = _prepare(q, k, v, g, beta, initial_state)
+    q = q * _scale(q, scale)
     outputs = []
     for t in range(q.shape[1]):
         q_t, k_t, v_t = q[:, t], k[:, t], v[:, t]  # [B,H,K], [B,H,K], [B,H,V]
@@ -118,77 +119,85 @@ def kda_chunk(
 ) -> tuple[Tensor, Tensor]:
     """The same numbers, a chunk at a time. Shapes as in `kda`; any T, any chunk_size."""
     out_dtype = v.dtype
-    q, k, v, g, beta, S = _prepare(q, k, v, g, beta, scale, initial_state)
+    q, k, v, g, beta, S = _prepare(q, k, v, g, beta, initial_state)
     if q.shape[1] == 0:
         return v.to(out_dtype), S
     tokens = max(1, SEGMENT // chunk_size) * chunk_size
     outputs = []
     for part in zip(*(x.split(tokens, 1) for x in (q, k, v, g, beta.unsqueeze(-1))), strict=True):
-        o, S = _segment(*part, S, chunk_size)
+        o, S = _segment(*part, S, _scale(q, scale), chunk_size)
         outputs.append(o)
     return torch.cat(outputs, 1).to(out_dtype), S
 
 
-def _segment(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor, C: int) -> tuple[Tensor, Tensor]:
+def _segment(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor, scale: float, C: int
+) -> tuple[Tensor, Tensor]:
     """`kda_chunk` for a few chunks: all that does not need the state for all of them at once, then one by one."""
     B, T, H, V = v.shape
     # A token with k = 0, beta = 0, g = 0 changes nothing, so the last chunk may be filled up with them.
-    q, k, v, g, beta = (_chunks(x, C) for x in (q, k, v, g, beta))  # [N, B*H, C, K, V or 1]
-    S = S.flatten(0, 1)  # [B*H, K, V]
-    c = g.cumsum(-2)
-    k_in, q_in, k_out, A, P = _decayed(q, k, c)
+    q, k, v, g, beta = (_chunks(x, C) for x in (q, k, v, g, beta))  # [N, B, H, C, K, V or 1]
+    kq = torch.stack([k, q], 3).flatten(1, 2)  # [N, B*H, 2, C, K]: A and P take the same path
+    v, g, beta = (x.flatten(1, 2) for x in (v, g, beta))
+    k_in, q_in, k_out, keep, A, P, origin = _decayed(kq, g.cumsum(-2))
     # A triangular solve stays accurate when keys repeat; in a series of powers of A the terms would grow
     # without bound and cancel. It reads only what is below the diagonal, so A needs no mask.
     M = torch.linalg.solve_triangular(beta * A, torch.diag_embed(beta.squeeze(-1)), upper=False, unitriangular=True)
-    keep = c[..., -1:, :].exp().mT  # [N, B*H, K, 1]
 
-    # The only sequential part: one state a chunk.
+    # The only sequential part: one state a chunk, decayed to where its chunk measures from.
+    S = origin[0].exp().mT * S.flatten(0, 1)  # [B*H, K, V]
     states, corrected = [], []
-    for U_n, W_n, k_n, keep_n in zip(*(x.unbind(0) for x in (M @ v, M @ k_in, k_out.mT, keep)), strict=True):
+    for U_n, W_n, k_n, keep_n in zip(*(x.unbind(0) for x in (M @ v, M @ k_in, k_out.mT, keep.mT)), strict=True):
         states.append(S)
         corrected.append(torch.baddbmm(U_n, W_n, S, alpha=-1))
-        S = torch.baddbmm(keep_n * S, k_n, corrected[-1])
-    o = q_in @ torch.stack(states) + P @ torch.stack(corrected)  # [N, B*H, C, V]
+        S = (keep_n * S).baddbmm_(k_n, corrected[-1])
+    o = (q_in @ torch.stack(states)).add_(P @ torch.stack(corrected)).mul_(scale)  # [N, B*H, C, V]
     o = o.unflatten(1, (B, H)).permute(1, 0, 3, 2, 4).reshape(B, -1, H, V)
     return o[:, :T], S.unflatten(0, (B, H))
 
 
-def _decayed(q: Tensor, k: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What the module's equations make of k, q and c [..., C, K]:
+def _decayed(kq: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+    """What the module's equations make of k and q [N, .., 2, C, K] and c [N, .., C, K], measured from an origin:
 
-    Gamma * K, Gamma * Q, K * e^(c_C - c) [..., C, K], A (valid below the diagonal), P (zero above it) [..., C, C].
+    k_in, q_in = k e^(c - origin), q e^(c - origin)      meet the state
+    k_out = k e^(c_C - c + next origin)                  go into the next state
+    keep = e^(c_C - origin + next origin)   [.., 1, K]   is left of this one; after the last chunk the origin is 0
+    A (valid below the diagonal), P (zero above it)      [.., C, C]
 
-    e^(c_i - c_j) is at most 1 for j <= i, but its factors e^c_i and e^-c_j are not. Seen from the middle of the
-    chunk's decay they stay below e^40 with K3's bound of -5 a token. A gate without a bound (Kimi Linear) may exceed
-    that; then A and P are made pair by pair, without factors.
+    e^(c_i - c_j) is at most 1 for j <= i, but its factors e^c_i and e^-c_j are not. From the middle of the chunk's decay
+    they stay below e^40 with K3's bound of -5 a token. A gate without a bound (Kimi Linear) may exceed that;
+    then the origin is the chunk's start, and A and P are made pair by pair, without factors.
     """
     C, first, last = c.shape[-2], c[..., :1, :], c[..., -1:, :]
-    if bool((first - last <= MAX_DECAY).all()):
-        middle = (first + last) / 2
-        decay = (c - middle).exp()
-        kq, k_out = torch.cat([k * decay, q * decay], -2), k / decay
-        A, P = (kq @ k_out.mT).split(C, -2)
-        k_in, q_in = (kq * middle.exp()).split(C, -2)
-        return k_in, q_in, k_out * (last - middle).exp(), A, P.tril()
-    ahead = torch.ones(C, C, dtype=torch.bool, device=c.device).triu(1).unsqueeze(-1)
-    pair = (c.unsqueeze(-2) - c.unsqueeze(-3)).masked_fill(ahead, 0).exp()  # [..., i, j, K]
-    A, P = (torch.einsum("...ik,...jk,...ijk->...ij", x, k, pair) for x in (k, q))
-    decay = c.exp()
-    return k * decay, q * decay, k * (last - c).exp(), A, P.tril()
+    bounded = bool((first - last <= MAX_DECAY).all())
+    origin = (first + last) / 2 if bounded else torch.zeros_like(last)
+    keep = (last - origin + torch.cat([origin[1:], torch.zeros_like(origin[:1])])).exp()
+    decay = (c - origin).exp()
+    kq_in = (kq * decay.unsqueeze(-3)).flatten(-3, -2)  # [.., 2 C, K]
+    if bounded:
+        k_out = kq[..., 0, :, :] / decay
+        A, P = (kq_in @ k_out.mT).split(C, -2)
+        k_out = k_out * keep
+    else:
+        ahead = torch.ones(C, C, dtype=torch.bool, device=c.device).triu(1).unsqueeze(-1)
+        pair = (c.unsqueeze(-2) - c.unsqueeze(-3)).masked_fill(ahead, 0).exp()  # [.., i, j, K]
+        k = kq[..., 0, :, :]
+        A, P = torch.einsum("...sik,...jk,...ijk->...sij", kq, k, pair).unbind(-3)
+        k_out = k * (last - c).exp()
+    return *kq_in.split(C, -2), k_out, keep, A, P.tril(), origin
 
 
 def _chunks(x: Tensor, C: int) -> Tensor:
-    """[B,T,H,D] -> [N,B*H,C,D], the last chunk filled with zeros."""
+    """[B,T,H,D] -> [N,B,H,C,D], the last chunk filled with zeros."""
     if x.shape[1] % C:
         x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % C))
-    return x.unflatten(1, (-1, C)).permute(1, 0, 3, 2, 4).flatten(1, 2)
+    return x.unflatten(1, (-1, C)).permute(1, 0, 3, 2, 4)
 
 
-def _prepare(q, k, v, g, beta, scale, initial_state):
-    """Working precision, the scale on q, and a state to start from."""
+def _prepare(q, k, v, g, beta, initial_state):
+    """Everything in the working precision, and a state to start from."""
     S = _start(q, v, q.shape[0], initial_state)
-    q, k, v, g, beta = (x.to(S.dtype) for x in (q, k, v, g, beta))
-    return q * _scale(q, scale), k, v, g, beta, S
+    return *(x.to(S.dtype) for x in (q, k, v, g, beta)), S
 
 
 def _start(q: Tensor, v: Tensor, sequences: int, initial_state: Tensor | None) -> Tensor:
