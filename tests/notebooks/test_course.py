@@ -3,6 +3,7 @@
 import importlib.util
 
 import pytest
+import torch
 from notebook_guard import NOTEBOOKS
 
 from k3lite import budget
@@ -77,3 +78,26 @@ def test_hints_know_the_usual_mistakes(said):
 def test_source_shows_the_package_and_names_its_file():
     shown = course.source(budget.expert_parameters).data
     assert shown.startswith("`k3lite/budget.py`\n\n```python\ndef expert_parameters(") and shown.endswith("\n```")
+
+
+def test_a_known_mistake_is_named():
+    known = {"the sign": [-1.0, -2.0], "the order": [2.0, 1.0]}
+    assert course.named_mistake(None, [1, 2], known) is None
+    assert course.named_mistake([1, 2 + 1e-9], [1, 2], known) == "right"
+    assert course.named_mistake(torch.tensor([2.0, 1.0]), [1, 2], known) == "the order"
+    assert course.named_mistake([1, 2.0005], [1, 2], known, within=1e-3) == "right"
+    assert course.named_mistake([1, 2.0005], [1, 2], known) == "something else, 2 number(s): [1.0, 2.0005]"
+    assert course.named_mistake([[1, 2, 3]], [1, 2], known).startswith("something else, 3 number(s)")
+    assert course.named_mistake([[1], [2]], [1, 2], known) == "right"  # the shape is not asked for
+
+
+def test_bars_are_means_and_standard_deviations():
+    drawn = course.bars([4, 8], [torch.tensor([1.0, 3.0]), torch.tensor([2.0, 2.0])], name="sum")
+    assert list(drawn.y) == [2, 2] and list(drawn.error_y.array) == [1.414, 0] and drawn.name == "sum"
+    assert course.mean_sd(torch.tensor([1.0, 3.0])) == "2.00 ± 1.41"
+
+
+def test_a_drawing_says_its_finding():
+    figure = course.drawing([], 300, "It grows", {"xaxis": course.named("pairs", range=[0, 1])}, margin={"l": 10})
+    assert figure.layout.title.text == "<b>It grows</b>" and figure.layout.height == 300
+    assert figure.layout.xaxis.title.text == "pairs" and figure.layout.margin.l == 10
