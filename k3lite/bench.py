@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from k3lite.checkpoint import write_text
 
-BENCHES = ("kda",)
+BENCHES = ("kda", "decode")
 PATIENCE = 8.0  # seconds after which a slow case is not repeated
 
 

@@ -1,7 +1,7 @@
-"""K3 on paper: parameters and cache bytes from a config alone. Standard library only.
+"""K3 on paper: parameters, cache bytes and the work of a pass, from a config alone. Standard library only.
 
 Every figure is arithmetic on the released config; tests hold it to the model that is really built
-(`model.parameter_parts`, `cache.nbytes`) and to the published totals. Source: k3-architecture §3.
+(`model.parameter_parts`, `cache.bytes`, `cache.nbytes`) and to the published totals. Source: k3-architecture §3.
 """
 
 from __future__ import annotations
@@ -112,11 +112,59 @@ def cache_bytes(c: K3Config, tokens: int, batch: int = 1, number_bytes: int = 2,
     )
 
 
+PAGE_SIZE = 64  # tokens in a page of latents, unless another size is asked for
+TABLE_BYTES = 4  # of a page's number in a block table
+
+
+@dataclass(frozen=True)
+class PagedCacheBytes(CacheBytes):
+    """Bytes that are held for a batch whose latents lie in pages. `latent` counts whole pages."""
+
+    table: int  # the block table: one entry a page and sequence
+
+    @property
+    def total(self) -> int:
+        return self.latent + self.state + self.conv + self.table
+
+
+def pages_of(tokens: int, page_size: int) -> int:
+    """Pages that `tokens` tokens need: the last may be begun only."""
+    return -(-tokens // page_size)
+
+
+def paged_cache_bytes(
+    c: K3Config, tokens: int, batch: int = 1, *, page_size: int = PAGE_SIZE, shared: int = 0,
+    number_bytes: int = 2, state_bytes: int = 4,
+) -> PagedCacheBytes:  # fmt: skip
+    """Bytes held after `tokens` tokens in each of `batch` sequences: `cache_bytes` with latents rounded up to pages.
+
+    page_size: tokens in a page.   shared: the first so many tokens were read once and the cache then copied for each
+    sequence: full pages are held once, and the one that was begun is everybody's own once all go on from there.
+    Raises ValueError where more is shared than there is. Other arguments as in `cache_bytes`.
+    """
+    if not 0 <= shared <= tokens:
+        raise ValueError(f"shared: got {shared} tokens, wanted 0 to {tokens}, what a sequence has")
+    plain, whole = cache_bytes(c, tokens, batch, number_bytes, state_bytes), pages_of(tokens, page_size)
+    common = whole if shared == tokens else shared // page_size
+    page_bytes = page_size * c.num_mla_layers * c.latent_width * number_bytes
+    return PagedCacheBytes(
+        latent=(common + batch * (whole - common)) * page_bytes,
+        state=plain.state,
+        conv=plain.conv,
+        table=batch * whole * TABLE_BYTES if c.num_mla_layers else 0,
+    )
+
+
 def mha_cache_bytes(
-    layers: int, kv_heads: int, head_dim: int, tokens: int, batch: int = 1, number_bytes: int = 2
-) -> int:
-    """Keys and values of plain attention; with kv_heads below the query heads this is GQA, with 1 MQA."""
-    return 2 * batch * tokens * layers * kv_heads * head_dim * number_bytes
+    layers: int, kv_heads: int, head_dim: int, tokens: int, batch: int = 1, number_bytes: int = 2,
+    window: int | None = None,
+) -> int:  # fmt: skip
+    """Keys and values of plain attention; with kv_heads below the query heads this is GQA, with 1 MQA.
+
+    window: a sliding window: only the last so many tokens are kept (None: all).
+    """
+    kept = tokens if window is None else min(tokens, window)
+    return 2 * batch * kept * layers * kv_heads * head_dim * number_bytes
 
 
 def break_even_tokens(c: K3Config, number_bytes: int = 2, state_bytes: int = 4, conv: bool = False) -> int | None:
@@ -139,3 +187,90 @@ def longest_context(memory: int, per_token: int, fixed: int = 0) -> int | None:
     if fixed > memory:
         return 0
     return (memory - fixed) // per_token if per_token else None
+
+
+# ---- work
+
+
+@dataclass(frozen=True)
+class Work:
+    """The least that a forward pass asks of a machine: products, and bytes that go through its memory once.
+
+    A multiply-add is two FLOPs. Activations are left out of the bytes: at best they never leave the chip.
+    """
+
+    weight_flops: int  # products with weights
+    memory_flops: int  # attention over slots; forgetting, correcting and reading states
+    weight_bytes: int  # of the weights that the pass meets, for all its tokens together
+    cache_bytes: int  # slots, states and windows read, and what is written
+
+    @property
+    def flops(self) -> int:
+        return self.weight_flops + self.memory_flops
+
+    @property
+    def bytes(self) -> int:
+        return self.weight_bytes + self.cache_bytes
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte."""
+        return self.flops / self.bytes
+
+    def seconds(self, flop_s: float, byte_s: float) -> float:
+        """Roofline time of a machine with so many FLOPs and bytes a second: the larger of its two parts."""
+        return max(self.flops / flop_s, self.bytes / byte_s)
+
+
+def forward_work(
+    c: K3Config, new: int, tokens: int = 0, batch: int = 1, number_bytes: int = 2, state_bytes: int = 4
+) -> Work:  # fmt: skip
+    """Of a pass over `new` tokens in each of `batch` sequences, with `tokens` tokens in each cache before it.
+
+    Decode is new = 1, prefill a large `new`. Logits are made for the last token only.
+    number_bytes, state_bytes: as in `cache_bytes`. Raises ValueError where there is no new token.
+    """
+    if new < 1 or tokens < 0 or batch < 1:
+        raise ValueError(f"forward_work: got new={new}, tokens={tokens}, batch={batch}, wanted at least 1, 0, 1")
+    widths = {"number_bytes": number_bytes, "state_bytes": state_bytes}
+    old, grown = (cache_bytes(c, n, batch, **widths) for n in (tokens, tokens + new))
+    a, head = c.linear_attn_config, parameters(c)["lm_head"]
+    every_token = active_parameters(c) - head
+    slots = c.num_mla_layers * mla_attention_flops(c, new, tokens)
+    states = c.num_kda_layers * new * 7 * a.num_heads * a.head_dim**2  # fade 1, look up 2, write 2, read 2
+    return Work(
+        weight_flops=2 * batch * (new * every_token + head),
+        memory_flops=batch * (slots + states),
+        weight_bytes=weight_bytes(c, batch * new, number_bytes),
+        cache_bytes=grown.total + (old.state + old.conv if tokens else 0),  # slots once, states in and out
+    )
+
+
+def mla_attention_flops(c: K3Config, new: int, tokens: int) -> int:
+    """One MLA layer, one sequence: `new` tokens look at the `tokens` slots before them and at each other, causally.
+
+    The smaller of the two forms of `latent_attention`: expanded must unfold the earlier slots again, absorbed has
+    wider products. Folding and unfolding of the new tokens are products with weights and counted there.
+    """
+    heads, pairs = c.num_attention_heads, new * tokens + new * (new + 1) // 2
+    unfold = heads * (c.qk_nope_head_dim + c.v_head_dim) * c.kv_lora_rank * tokens
+    expanded = heads * (c.qk_head_dim + c.v_head_dim) * pairs + unfold
+    absorbed = heads * (c.latent_width + c.kv_lora_rank) * pairs
+    return 2 * min(expanded, absorbed)
+
+
+def experts_met(c: K3Config, rows: int) -> float:
+    """Experts of a layer that at least one of `rows` tokens is sent to: the mean, if choices are like fair draws."""
+    return c.num_experts * (1 - (1 - c.num_experts_per_token / c.num_experts) ** rows) if c.num_experts else 0.0
+
+
+def weight_bytes(c: K3Config, rows: int, number_bytes: int = 2) -> int:
+    """Bytes of the weights that a pass over `rows` tokens in all reads once.
+
+    All of them but the input embedding, and of the routed experts `experts_met`. Experts in MXFP4 take 4.25 bits a
+    number, everything else number_bytes (the few tensors that K3 keeps in fp32, 0.02 %, too).
+    """
+    parts = parameters(c)
+    everywhere = sum(parts.values()) - parts["embed_tokens"] - parts["routed_experts"]
+    expert = expert_parameters(c) * (17 / 32 if c.packs_mxfp4 else number_bytes)  # 32 half bytes and a scale
+    return everywhere * number_bytes + round(c.num_moe_layers * experts_met(c, rows) * expert)

@@ -55,12 +55,19 @@ def save_model(model: K3ForCausalLM, folder: str | Path, metadata: dict[str, str
     write_text(folder / "config.json", json.dumps(model.config.to_dict(), indent=2) + "\n")
 
 
-def load_model(folder: str | Path, config: K3Config | None = None) -> K3ForCausalLM:
-    """Read a model in eval mode. Raises CheckpointError listing every wrong, missing or unknown tensor."""
+def load_model(
+    folder: str | Path,
+    config: K3Config | None = None,
+    make: Callable[[K3Config], K3ForCausalLM] = K3ForCausalLM,
+) -> K3ForCausalLM:
+    """Read a model in eval mode. Raises CheckpointError listing every wrong, missing or unknown tensor.
+
+    make: builds the model from its config, where it is not quite K3 (see `tasks/siblings.py`).
+    """
     folder = Path(folder)
     config = K3Config.from_json(folder) if config is None else config
     files = _files(folder)
-    model = K3ForCausalLM(config)
+    model = make(config)
     wanted = dict(released_tensors(model))
     found: dict[str, Path] = {}
     problems: list[str] = []

@@ -1,4 +1,4 @@
-"""The command line: `k3lite needle`, `k3lite needle ask`, `k3lite train mqar`, `k3lite bench`."""
+"""The command line: `k3lite needle`, `k3lite needle ask`, `k3lite train mqar`, `k3lite train recall`, `k3lite bench`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from safetensors import SafetensorError
 
 from k3lite import bench
 from k3lite.checkpoint import load_model
-from k3lite.tasks import mqar_job, needle_job
+from k3lite.tasks import mqar_job, needle_job, recall_job, recall_report
 from k3lite.tasks.needle_ask import ask, prepare_document
 from k3lite.tasks.needle_report import text_table
+from k3lite.tasks.siblings import VARIANTS
 from k3lite.tasks.trained import CARD, forget
 from k3lite.train import STATE, Stopped
 
@@ -111,19 +112,42 @@ def _train_mqar(args: argparse.Namespace) -> int:
         pairs=args.pairs,
         rows=args.rows,
     )
-    job.check()
-    if args.restart:
-        job.restart()
-    folders = [folder for _, _, folder in job.models()]
-    trained = sum((folder / "model" / CARD).exists() for folder in folders)
-    started = sum((folder / STATE).exists() for folder in folders)
-    print(
-        f"{len(folders)} models of {args.steps} steps on {torch.get_num_threads()} CPU thread(s): {trained} trained "
-        f"already, {started} to go on with, {len(folders) - trained - started} to begin (--restart trains all anew)"
-    )
+    _begin(job, args.restart)
     print(mqar_job.text_table(mqar_job.run(job)))
     print(f"\nwritten: {args.out / mqar_job.RESULT}, and the models beside it")
     return 0
+
+
+def _train_recall(args: argparse.Namespace) -> int:
+    job = recall_job.Job(
+        out=args.out,
+        recipe=dataclasses.replace(recall_job.RECIPE, steps=args.steps),
+        variants=args.variants,
+        widths=args.widths,
+        layers=args.layers,
+        seeds=args.seeds,
+        lengths=args.lengths,
+        facts=args.facts,
+        questions=args.questions,
+    )
+    _begin(job, args.restart)
+    print(recall_report.text_table(recall_job.run(job)))
+    print(f"\nwritten: {args.out / recall_job.RESULT}, and the models beside it")
+    return 0
+
+
+def _begin(job: mqar_job.Job | recall_job.Job, restart: bool) -> None:
+    """Check a job of several models and say what is done already."""
+    job.check()
+    if restart:
+        job.restart()
+    folders = [folder for *_, folder in job.models()]
+    trained = sum((folder / "model" / CARD).exists() for folder in folders)
+    started = sum((folder / STATE).exists() for folder in folders)
+    print(
+        f"{len(folders)} models of {job.recipe.steps} steps on {torch.get_num_threads()} CPU thread(s): {trained} trained "
+        f"already, {started} to go on with, {len(folders) - trained - started} to begin (--restart trains all anew)"
+    )
 
 
 def _bench(args: argparse.Namespace) -> int:
@@ -172,6 +196,9 @@ def _parser() -> argparse.ArgumentParser:
     tasks = commands.add_parser("train", help="train small models on a task and measure them")
     tasks = tasks.add_subparsers(title="tasks", required=True, metavar="TASK")
     _mqar_options(tasks.add_parser("mqar", help="associative recall: how many pairs does a state of each width hold?"))
+    _recall_options(
+        tasks.add_parser("recall", help="gist and verbatim: what siblings with states, slots or both recall")
+    )
 
     speed = commands.add_parser("bench", help="measure speed as a ratio within one run")
     speed.add_argument("name", choices=sorted(bench.BENCHES))
@@ -195,6 +222,30 @@ def _mqar_options(mqar: argparse.ArgumentParser) -> None:
     mqar.add_argument("--restart", action="store_true", help="forget these models, and checkpoints, in the folder")
     mqar.set_defaults(run=_train_mqar)
     _threads(mqar)
+
+
+def _recall_options(recall: argparse.ArgumentParser) -> None:
+    default = recall_job.Job(out=Path("out/recall"))
+    variants = ", ".join(VARIANTS)
+    recall.add_argument("--variants", type=_list(str), default=default.variants, help=f"siblings, of: {variants}")
+    recall.add_argument("--widths", type=_list(int), default=default.widths, help="channels of a KDA state, like 16,32")
+    recall.add_argument("--layers", type=int, default=default.layers, help="of each sibling (default %(default)s)")
+    recall.add_argument("--seeds", type=_list(int), default=default.seeds, help="one model of each sibling a seed")
+    recall.add_argument("--lengths", type=_list(int), default=default.lengths, help="document lengths when measuring")
+    recall.add_argument("--facts", type=_list(int), default=default.facts, help="facts in a document when measuring")
+    recall.add_argument(
+        "--questions",
+        type=int,
+        default=default.questions,
+        help="questions a cell, fewer where costly (default %(default)s)",
+    )
+    recall.add_argument("--steps", type=int, default=default.recipe.steps, help="training steps (default %(default)s)")
+    recall.add_argument(
+        "--out", type=Path, default=default.out, help="folder of models and results (default %(default)s)"
+    )
+    recall.add_argument("--restart", action="store_true", help="forget these models, and checkpoints, in the folder")
+    recall.set_defaults(run=_train_recall)
+    _threads(recall)
 
 
 def _threads(parser: argparse.ArgumentParser) -> None:

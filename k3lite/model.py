@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from k3lite.attn_res import DepthStream
+from k3lite.budget import PAGE_SIZE
 from k3lite.cache import K3Cache, KdaState, LatentCache
 from k3lite.config import K3Config
 from k3lite.kda import KimiDeltaAttention
@@ -83,7 +84,7 @@ class K3Model(nn.Module):
     def forward(self, ids: Tensor, cache: K3Cache | None, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         config = self.config
         if cache is not None:
-            cache.extend_mask(mask, ids.shape[1])
+            cache.extend(ids.shape[1], mask)
         key_mask = mask if cache is None else cache.mask
         stream = DepthStream(self.embed_tokens(ids), config.attn_res_block_size, config.rms_norm_eps)
         for i, layer in enumerate(self.layers):
@@ -157,7 +158,8 @@ class K3ForCausalLM(nn.Module):
         input_ids: [B,T].   cache: from `new_cache`; filled as a side effect.
         attention_mask: [B,T], 0 for padding; with a cache, padding may only come before the first real token.
         cu_seqlens: [N+1] starts of sequences packed into one row (B = 1, no cache, no mask).
-        labels: [B,T] like input_ids, -100 where no loss is wanted; token t is predicted from those before it.
+        labels: [B,T] like input_ids, -100 where no loss is wanted; token t is predicted from those before it. With a
+            cache only under no_grad: no gradient flows through cached latents.
         logits_to_keep: compute logits of the last so many tokens only.
         Raises ValueError that names the argument.
         """
@@ -169,10 +171,14 @@ class K3ForCausalLM(nn.Module):
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return K3Output(logits, None if labels is None else _loss(logits, labels, mask, cu_seqlens))
 
-    def new_cache(self, batch: int = 1) -> K3Cache:
-        """An empty hybrid cache on the model's device and in its dtype."""
+    def new_cache(self, batch: int = 1, *, pages: int | None = None, page_size: int = PAGE_SIZE) -> K3Cache:
+        """An empty hybrid cache on the model's device and in its dtype.
+
+        pages: pages of latents there are for the batch, of `page_size` tokens each (PoolFull when they run out); None:
+        as many as it takes.
+        """
         weight = self.model.embed_tokens.weight
-        return K3Cache.empty(self.config, batch, weight.dtype, weight.device)
+        return K3Cache.empty(self.config, batch, weight.dtype, weight.device, pages=pages, page_size=page_size)
 
     def balance_experts(self) -> None:
         """After an optimizer step: Quantile Balancing of every router (training only)."""
@@ -203,6 +209,8 @@ class K3ForCausalLM(nn.Module):
             raise ValueError("cache: made for a model with other layers")
         if cu_seqlens is not None:
             check_cu_seqlens(cu_seqlens, *ids.shape)
+        if cache is not None and labels is not None and torch.is_grad_enabled():
+            raise ValueError("labels: no gradient flows through a cache; train without one, or measure under no_grad")
         if cu_seqlens is not None and (cache is not None or attention_mask is not None):
             raise ValueError("cu_seqlens: packed sequences take no cache and no attention_mask")
         for name, x in (("attention_mask", attention_mask), ("labels", labels)):

@@ -56,6 +56,7 @@ def check(answer: Any, wanted: Any, hints: Mapping[float, str] | None = None, ot
 
 def source(thing: Callable) -> Markdown:
     """The lines of a function or class as they stand in the package, with their file."""
+    thing = inspect.unwrap(thing)  # a decorator like torch.no_grad() would be shown instead
     file = Path(inspect.getsourcefile(thing)).resolve()
     name = file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else file.name
     return Markdown(f"`{name}`\n\n```python\n{inspect.getsource(thing).rstrip()}\n```")

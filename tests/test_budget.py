@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from k3lite import budget
 from k3lite.cache import K3Cache
@@ -160,6 +161,31 @@ def test_other_head_layouts():
     assert budget.mha_cache_bytes(1, 1, 64, 1) == 256  # K and V, two bytes each
     gqa, mqa = (budget.mha_cache_bytes(93, heads, 128, 1) for heads in (8, 1))
     assert (4_571_136 // gqa, 4_571_136 // mqa) == (12, 96)
+    for tokens, kept in ((4095, 4095), (4096, 4096), (MILLION, 4096)):
+        assert budget.mha_cache_bytes(93, 8, 128, tokens, window=4096) == kept * gqa
+
+
+def test_pages_round_latents_up_and_cost_a_table():
+    page = 64 * 27_648  # 64 tokens of K3
+    one = budget.paged_cache_bytes(K3, 1)
+    assert (one.latent, one.table) == (page, 4) and one.total == one.latent + one.state + one.conv + one.table
+    full, more = budget.paged_cache_bytes(K3, 128), budget.paged_cache_bytes(K3, 129)
+    assert full.latent == budget.cache_bytes(K3, 128).latent == 2 * page and more.latent == 3 * page
+    assert budget.paged_cache_bytes(K3, 129, page_size=1).latent == budget.cache_bytes(K3, 129).latent
+    whole = budget.paged_cache_bytes(K3, MILLION)
+    assert whole.latent == 27 * budget.GIB and whole.table == 64 * budget.KIB
+    assert budget.paged_cache_bytes(LINEAR, 100, 3).table == 3 * 2 * 4
+
+
+def test_pages_that_are_shared_are_counted_once():
+    page = 64 * 27_648
+    for tokens, shared, pages in ((1000, 0, 64), (1000, 1000, 16), (1001, 1000, 15 + 4), (1025, 1024, 16 + 4)):
+        held = budget.paged_cache_bytes(K3, tokens, 4, shared=shared)
+        assert held.latent == pages * page, (tokens, shared)
+        assert held.state == budget.cache_bytes(K3, 0, 4).state, "a state is shared by nobody"
+        assert held.table == 4 * budget.pages_of(tokens, 64) * 4
+    with pytest.raises(ValueError, match="shared: got 5 tokens, wanted 0 to 4"):
+        budget.paged_cache_bytes(K3, 4, shared=5)
 
 
 def test_longest_context():
@@ -181,3 +207,87 @@ def test_an_empty_cache_has_the_predicted_size(name, dtype):
     predicted = budget.cache_bytes(config, 0, batch=3, number_bytes=dtype.itemsize)
     assert cache.bytes() == predicted
     assert cache.nbytes() == predicted.total
+
+
+# ---- work
+
+
+def test_k3_decodes_one_token_after_a_million():
+    step = budget.forward_work(K3, 1, MILLION)
+    assert step.weight_flops == 2 * 104_189_612_640
+    assert budget.mla_attention_flops(K3, 1, MILLION - 1) == 2 * 96 * (576 + 512) * MILLION == 219_043_332_096
+    assert step.memory_flops == pytest.approx(5.26e12, rel=0.001)  # the sheet's figure, §3.4
+    assert budget.weight_bytes(K3, 1) == 25_829_572_608 + 113_487_291_584 - 2 * 1_174_405_120
+    constant = budget.cache_bytes(K3, 0).total
+    assert step.cache_bytes == budget.cache_bytes(K3, MILLION + 1).total + constant, "states are read and written"
+    assert budget.forward_work(K3, 4).cache_bytes == budget.cache_bytes(K3, 4).total, (
+        "at first there is nothing to read"
+    )
+
+
+def test_a_prefill_meets_every_weight_once_and_makes_logits_once():
+    one, many = budget.forward_work(K3, 1), budget.forward_work(K3, 100_000)
+    head = budget.parameters(K3)["lm_head"]
+    assert many.weight_flops == 100_000 * (one.weight_flops - 2 * head) + 2 * head
+    packed = 2_722_740_830_208 * 17 // 32
+    assert many.weight_bytes == 113_487_291_584 - 2 * 1_174_405_120 + packed
+    assert budget.experts_met(K3, 1) == pytest.approx(16) and budget.experts_met(K3, 10**6) == 896
+    assert budget.experts_met(K3, 2) == pytest.approx(32 - 16 * 16 / 896)
+
+
+def test_a_batch_shares_weights_and_no_cache():
+    one, eight = (
+        budget.forward_work(LINEAR.all_mla_twin(), 1, 1000),
+        budget.forward_work(LINEAR.all_mla_twin(), 1, 1000, batch=8),
+    )
+    assert eight.flops == 8 * one.flops and eight.cache_bytes == 8 * one.cache_bytes
+    assert one.weight_bytes < eight.weight_bytes < 8 * one.weight_bytes
+    dense = dataclasses.replace(LINEAR, num_experts=0, num_experts_per_token=0, num_shared_experts=0)
+    assert budget.weight_bytes(dense, 8) == budget.weight_bytes(dense, 1)
+
+
+def test_roofline_time_is_the_larger_part():
+    step = budget.Work(weight_flops=60, memory_flops=40, weight_bytes=15, cache_bytes=5)
+    assert (step.flops, step.bytes, step.intensity) == (100, 20, 5.0)
+    assert (step.seconds(10, 4), step.seconds(10, 1)) == (10.0, 20.0)
+
+
+def counted(config, new: int, tokens: int) -> int:
+    """FLOPs of the products that the real model makes, as torch counts them."""
+    model, ids = K3ForCausalLM(config).eval(), torch.ones(1, max(new, tokens), dtype=torch.long)
+    cache = model.new_cache()
+    with torch.no_grad(), FlopCounterMode(display=False) as flops:
+        if tokens:
+            model(ids[:, :tokens], cache=cache, logits_to_keep=1)
+        before = flops.get_total_flops()
+        model(ids[:, :new], cache=cache, logits_to_keep=1)
+    return flops.get_total_flops() - before
+
+
+@pytest.mark.parametrize("kind", ["k3", "linear"])
+def test_work_is_what_the_model_multiplies(kind):
+    """All-MLA, where every product is a matrix product: the growth with the context exactly, the rest but for norms."""
+    config = tiny(kind).all_mla_twin()
+    for new, tokens in ((1, 40), (1, 90)):
+        growth = counted(config, new, tokens + 10) - counted(config, new, tokens)
+        assert (
+            growth
+            == budget.forward_work(config, new, tokens + 10).flops - budget.forward_work(config, new, tokens).flops
+            > 0
+        )
+    real, paper = counted(config, 1, 40), budget.forward_work(config, 1, 40).flops
+    assert 0.98 * paper <= real <= paper, "paper counts norms and gates as products too"
+
+
+def test_work_needs_a_token():
+    with pytest.raises(ValueError, match="forward_work: got new=0, tokens=0, batch=1, wanted at least 1, 0, 1"):
+        budget.forward_work(K3, 0)
+
+
+def test_attention_takes_the_cheaper_form_and_a_state_costs_the_same_at_any_context():
+    pairs = 8192 * 8193 // 2
+    assert budget.mla_attention_flops(K3, 8192, 0) == 2 * 96 * (192 + 128) * pairs, "expanded: nothing to unfold again"
+    assert budget.mla_attention_flops(K3, 1, 8192) == 2 * 96 * (576 + 512) * 8193, "absorbed"
+    for tokens in (0, 1000):
+        step = budget.forward_work(K3, 1, tokens)
+        assert step.memory_flops - 24 * budget.mla_attention_flops(K3, 1, tokens) == 69 * 11_010_048

@@ -213,3 +213,39 @@ def test_ask_refuses_a_model_of_another_task(tmp_path, capsys):
     folder = str(tmp_path / "w4-s0" / "model")
     assert main(["needle", "ask", "--model", folder, "--text", str(text), "--key", "abc"]) == 2
     assert "no finished needle model (card.json says 'mqar:" in one_line(capsys)
+
+
+QUICK_RECALL = [
+    "--variants", "kda,mla-conv", "--seeds", "0", "--lengths", "64", "--facts", "1,4", "--questions", "8", "--steps", "2",
+]  # fmt: skip
+
+
+def test_train_recall_prints_tables_and_keeps_its_models(tmp_path, capsys):
+    command = ["train", "recall", *QUICK_RECALL, "--out", str(tmp_path)]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "2 models of 2 steps on 1 CPU thread(s): 0 trained already, 0 to go on with, 2 to begin" in out
+    assert "in %, 1 seed(s), lowest to highest" in out and "values, 4 facts (chance 6.2)" in out
+    assert "cache of one sequence in KiB" in out and "mla-conv" in out
+    assert f"written: {tmp_path / 'recall.json'}" in out
+    assert json.loads((tmp_path / "recall.json").read_text())["complete"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["kda-s0", "mla-conv-s0", "recall.json"]
+
+    assert main(command) == 0
+    assert "2 trained already, 0 to go on with, 0 to begin" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--variants", "kda,rwkv"], "variant: got 'rwkv', wanted one of kda, hybrid"),
+        (["--variants", "7:1"], "layers: got 4, wanted a multiple of 8 for 7:1"),
+        (["--lengths", "30"], "lengths: got 30, wanted a multiple of 4"),
+        (["--facts", "0"], "facts: got 0, wanted 1 to 256"),
+        (["--questions", "0"], "questions: got 0, wanted 1 or more"),
+    ],
+)
+def test_bad_options_of_train_recall(tmp_path, capsys, options, message):
+    assert main(["train", "recall", *QUICK_RECALL, "--out", str(tmp_path / "out"), *options]) == 2
+    assert message in one_line(capsys)
+    assert not (tmp_path / "out").exists()

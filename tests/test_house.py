@@ -15,6 +15,7 @@ ORDER = [
     "config",
     "budget",
     "ops",
+    "pages",
     "cache",
     "attn_res",
     "mlp",
@@ -28,6 +29,7 @@ ORDER = [
     "tasks",
     "bench",
     "bench_kda",
+    "bench_decode",
     "cli",
 ]
 

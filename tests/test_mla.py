@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from k3lite.cache import LatentCache
+from k3lite.cache import K3Cache
 from k3lite.mla import GatedMLA
 from tests.helpers import assert_close, randomise, tiny
 
@@ -46,8 +46,10 @@ def formula(m, x, kind):
 @pytest.mark.parametrize("form", ["expanded", "absorbed"])
 @pytest.mark.parametrize("kind", ["k3", "linear"])
 def test_formula(kind, form):
-    layer, x, cache = layer_of(kind), hidden(), LatentCache(torch.zeros(2, 0, 16, dtype=torch.float64))
-    layer.form = form
+    layer, x = layer_of(kind), hidden()
+    whole = K3Cache.empty(tiny(kind, layers=1, mla=[1]), 2, torch.float64)
+    whole.extend(x.shape[1])
+    layer.form, cache = form, whole.layers[0]
     want, latents = formula(layer, x, kind)
     assert_close("y", layer(x), want, 1e-12)
     assert_close("y with a cache", layer(x, cache), want, 1e-12)

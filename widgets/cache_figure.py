@@ -8,18 +8,23 @@ from typing import TYPE_CHECKING
 import plotly.graph_objects as go
 
 from widgets import common
-from widgets.common import format_bytes
+from widgets.common import DEVICES, format_bytes
 
 if TYPE_CHECKING:
-    from widgets.cache_explorer import Comparison
+    from widgets.cache_explorer import Comparison, Scheme
 
-# Lines of MHA, GQA, MLA and hybrid: told apart by dash as well as by colour.
+# Lines of MHA, GQA, window, MLA and hybrid: told apart by dash as well as by colour.
 STYLES = (
     {"color": common.VERMILION, "dash": "dot", "width": 2.5},
     {"color": common.ORANGE, "dash": "dash", "width": 2.5},
+    {"color": common.SKY, "dash": "longdash", "width": 2.5},
     {"color": common.BLUE, "dash": "dashdot", "width": 2.5},
     {"color": common.GREEN, "dash": "solid", "width": 3.5},
 )
+# Parts of a bar that do not have their scheme's colour; values and unused slots are told from keys by a pattern.
+PART_COLORS = {"state": common.PURPLE, "conv": "#8FD3B6", "unused": common.INK}
+PATTERNS = {"values": "/", "unused": "x"}
+NAMES = {"latent": "latents", "state": "state, fp32", "unused": "unused in pages"}
 LEFT, RIGHT = (0.0, 0.48), (0.535, 1.0)  # shares of the width
 TICKS = {"1k": 2**10, "4k": 2**12, "16k": 2**14, "64k": 2**16, "256k": 2**18, "1M": 2**20, "4M": 2**22}
 
@@ -50,10 +55,10 @@ def figure(r: Comparison) -> go.Figure:
         "xaxis2": common.axis(
             cache, steps, [format_bytes(b, **short) for b in steps], domain=RIGHT, anchor="y2", range=[0, top]
         ),
-        "yaxis2": {"anchor": "x2", "range": [-0.75, 3.7], "visible": False},
+        "yaxis2": {"anchor": "x2", "range": [-0.75, len(r.schemes) - 0.3], "visible": False},
     }  # fmt: skip
     look = common.layout(
-        500, axes,
+        560, axes,
         title={"text": _title(r), "x": 0, "xref": "paper", "xanchor": "left", "y": 0.965, "font": {"size": 17}},
         annotations=_headings(r) + _bar_captions(r, top) + [_context_label(r), _break_even_label(r)],
         shapes=[chosen | {"layer": "below"}],
@@ -82,16 +87,17 @@ def _curves(r: Comparison) -> list[dict]:
 
 
 def _marks(r: Comparison) -> list[dict]:
-    """Dots at the chosen context, the device's memory, crosses where a cache fills it, the break-even diamond."""
+    """Dots at the chosen context, the device's memory and the others', crosses where a cache fills it, the break-even diamond."""
     first, last = r.curve_tokens[0], r.curve_tokens[-1]
     colors = [s["color"] for s in STYLES]
     filled = [s.fits if s.fits and first <= s.fits <= last else None for s in r.schemes]
     even = r.break_even if r.break_even and first <= r.break_even <= last else None
     edge = {"color": common.INK, "width": 1}
+    others = [d for d in DEVICES if d != r.device]
     dots = {"type": "scatter", "mode": "markers", "hovertemplate": "%{text}<extra></extra>"}
     return [
         dots | {
-            "x": [r.tokens] * 4, "y": [float(s.total) for s in r.schemes], "showlegend": False,
+            "x": [r.tokens] * len(r.schemes), "y": [float(s.total) for s in r.schemes], "showlegend": False,
             "marker": {"color": colors, "size": 9}, "text": [f"{s.name}: {format_bytes(s.total)}" for s in r.schemes],
         },
         {
@@ -99,8 +105,14 @@ def _marks(r: Comparison) -> list[dict]:
             "name": f"memory of one {common.device_label(r.device)}",
             "line": {"color": common.INK, "width": 2, "dash": "longdash"}, "hoverinfo": "name",
         },
+        {
+            "type": "scatter", "mode": "lines", "name": "memory of the other devices",
+            "x": [first, last, None] * len(others), "y": [y for d in others for y in (DEVICES[d], DEVICES[d], None)],
+            "text": [common.device_label(d) for d in others for _ in range(3)],
+            "line": {"color": common.INK, "width": 0.7, "dash": "dot"}, "hovertemplate": "%{text}<extra></extra>",
+        },
         dots | {
-            "x": filled, "y": [float(r.device_bytes)] * 4, "name": "longest context that fits",
+            "x": filled, "y": [float(r.device_bytes)] * len(filled), "name": "longest context that fits",
             "marker": {"color": colors, "size": 11, "symbol": "x", "line": edge},
             "text": [f"{s.name}: {s.fits_text}" for s in r.schemes],
         },
@@ -113,26 +125,31 @@ def _marks(r: Comparison) -> list[dict]:
 
 
 def _bars(r: Comparison) -> list[dict]:
-    """MHA, GQA and MLA in their colour; the hybrid stacked from its parts."""
-    whole = [(s.name, 3 - i, s.total, STYLES[i]["color"]) for i, s in enumerate(r.schemes[:3])]
+    """A row a scheme, from the top, stacked from what it keeps and from what its pages leave unused."""
     return [
         {
             "type": "bar", "orientation": "h", "xaxis": "x2", "yaxis": "y2", "width": 0.38, "showlegend": False,
-            "x": [float(size)], "y": [row], "name": name, "marker": {"color": color, "line": {"width": 0}},
-            "text": [f"{name}: {format_bytes(size)}"], "textposition": "none",
+            "x": [float(size)], "y": [row], "name": f"{s.name}: {NAMES.get(kind, kind)}",
+            "marker": {
+                "color": PART_COLORS.get(kind, style["color"]), "line": {"width": 0},
+                "pattern": {"shape": PATTERNS.get(kind, ""), "solidity": 0.25},
+            },
+            "text": [f"{s.name}, {NAMES.get(kind, kind)}: {format_bytes(size)}"], "textposition": "none",
             "hovertemplate": "%{text}<extra></extra>",
         }
-        for name, row, size, color in whole + [(name, 0, size, color) for name, size, color in _parts(r)]
+        for row, s, style in _rows(r)
+        for kind, size in _parts(s)
     ]  # fmt: skip
 
 
-def _parts(r: Comparison) -> list[tuple[str, int, str]]:
-    """Name, bytes and colour of what the hybrid keeps."""
-    return [
-        ("latents", r.parts.latent, common.GREEN),
-        ("state, fp32", r.parts.state, common.PURPLE),
-        ("conv", r.parts.conv, common.SKY),
-    ]
+def _rows(r: Comparison) -> list[tuple[int, Scheme, dict]]:
+    """Height, scheme and style of each bar."""
+    return [(len(r.schemes) - 1 - i, s, style) for i, (s, style) in enumerate(zip(r.schemes, STYLES, strict=True))]
+
+
+def _parts(s: Scheme) -> list[tuple[str, int]]:
+    """Kind and bytes: the same kinds for a scheme at every setting."""
+    return [*s.parts.items(), ("unused", s.unused)]
 
 
 PLAIN = {"showarrow": False, "xanchor": "left", "yanchor": "bottom", "align": "left", "font": {"size": 12}}
@@ -151,14 +168,22 @@ def _bar_captions(r: Comparison, top: float) -> list[dict]:
     """A line of text above each bar, an arrow head on each bar that is cut, the hybrid's parts below its bar."""
     axes = PLAIN | {"xref": "x2", "yref": "y2"}
     captions = []
-    for row, s in zip((3, 2, 1, 0), r.schemes, strict=True):
-        text = f"<b>{s.name}</b>: {format_bytes(s.total)}; fits {s.fits_text}"
+    for row, s, _ in _rows(r):
+        text = f"<b>{s.name}</b>: {format_bytes(s.total)}; {s.reach_text}"
         captions.append(axes | {"x": 0, "y": row + 0.2, "text": text})
         cut = {"x": top, "y": row, "xanchor": "right", "yanchor": "middle", "font": {"size": 12, "color": "black"}}
         captions.append(axes | cut | {"text": "bar cut ▶", "visible": s.total > top})
-    parts = [f'<span style="color:{color}">■</span> {name} {format_bytes(size)}' for name, size, color in _parts(r)]
-    captions.append(axes | {"x": 0, "y": -0.24, "yanchor": "top", "text": "  ".join(parts)})
-    return captions
+    below = {"x": 0, "y": -0.24, "yanchor": "top", "text": "  ".join(_legend(r.hybrid)), "font": {"size": 11}}
+    return [*captions, axes | below]
+
+
+def _legend(hybrid: Scheme) -> list[str]:
+    """The hybrid's parts with their bytes, under short names: the line is full."""
+    colors, names = {"latent": STYLES[-1]["color"], **PART_COLORS}, {"latent": "latents"}
+    return [
+        f'<span style="color:{colors[kind]}">■</span> {names.get(kind, kind)} {format_bytes(size)}'
+        for kind, size in _parts(hybrid)
+    ]
 
 
 def _context_label(r: Comparison) -> dict:

@@ -44,4 +44,4 @@ def ask(model: K3ForCausalLM, document: str, key: str) -> tuple[str, int]:
         raise ValueError(f"key: got {key!r}, wanted three small letters, like abc")
     cache = model.new_cache()
     answer = generate(model, encode(f"{document}?{key}=")[None], DIGITS, cache=cache)
-    return decode(answer[0]), cache.nbytes()
+    return decode(answer[0]), cache.bytes().total

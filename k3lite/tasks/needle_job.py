@@ -156,7 +156,7 @@ def cache_row(model: K3ForCausalLM, length: int) -> dict[str, int]:
     generate(model, torch.full((1, length), ord(" ")), 1, cache=cache)
     return {
         "length": length,
-        "hybrid_bytes": cache.nbytes(),
+        "hybrid_bytes": cache.bytes().total,
         "all_mla_bytes": budget.cache_bytes(model.config.all_mla_twin(), length, number_bytes=width).total,
     }
 

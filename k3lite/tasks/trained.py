@@ -40,11 +40,13 @@ def train_or_load(
     batches: Callable[[], BatchAt],
     facts: dict[str, Any],
     progress: bool = True,
+    make: Callable[[K3Config, int], K3ForCausalLM] = fresh_model,
 ) -> K3ForCausalLM:
     """The trained model of folder/model; trains it, or goes on with it, unless it is finished already.
 
     about: "task: what it is", for the card.   batches: called only if there is something to train.
     facts: what else the card should say; a finished model must agree with them and with the recipe.
+    make: the untrained model of a config and a seed.
     Raises CheckpointError if the folder's model is another one.
     """
     target = folder / "model"
@@ -54,8 +56,8 @@ def train_or_load(
             raise CheckpointError(
                 f"{target}: holds a model of another recipe or seed; choose another --out, or --restart"
             )
-        return load_model(target)
-    model = fresh_model(config, recipe.seed)
+        return load_model(target, make=lambda config: make(config, recipe.seed))
+    model = make(config, recipe.seed)
     resumed = (folder / STATE).exists()
     started = time.perf_counter()
     losses = train(model, batches(), recipe, folder=folder, progress=progress)
@@ -85,6 +87,13 @@ def read_card(folder: Path, task: str) -> dict[str, Any]:
         raise CheckpointError(f"{folder / WEIGHTS}: not the weights that {CARD} describes (damaged or replaced)")
     if _task(str(about)) != task:
         raise CheckpointError(f"{folder}: no finished {task} model ({CARD} says {about!r})")
+    return card
+
+
+def extend_card(folder: Path, task: str, facts: dict[str, Any]) -> dict[str, Any]:
+    """Let a finished model's card also say `facts`, like what was measured since; returns the card."""
+    card = json.loads(json.dumps({**read_card(folder, task), **facts}))
+    write_text(folder / CARD, json.dumps(card, indent=2) + "\n")
     return card
 
 

@@ -67,9 +67,9 @@ def test_explorer_answers_the_keyboard(lab):
     layers.focus()
     for _ in range(5):
         layers.press("ArrowRight")
-    hybrid = curves.nth(3)
-    expect(hybrid).not_to_have_attribute("d", lines[3])
-    assert [c.get_attribute("d") for c in curves.all()][:3] == lines[:3]  # MHA, GQA and MLA have no KDA layers
+    hybrid = curves.nth(4)
+    expect(hybrid).not_to_have_attribute("d", lines[4])
+    assert [c.get_attribute("d") for c in curves.all()][:4] == lines[:4]  # the others have no KDA layers
     expect(box.locator("select").first).to_have_value(re.compile("custom"))
     lab.shot("explorer_after", box)
     assert lab.off_host == [] and lab.console_errors == []

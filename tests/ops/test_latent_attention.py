@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
+from k3lite.ops import latent_attention as op
 from k3lite.ops.latent_attention import latent_attention
+from k3lite.pages import PagePool, PageTable
 from tests.helpers import assert_close, dims
 
 NOPE, ROPE, RANK, V, H = 6, 3, 5, 4, 2
@@ -136,6 +138,135 @@ def test_large_scores_and_low_precision(form):
     assert o.dtype == torch.bfloat16 and torch.isfinite(o).all()
     want = latent_attention(q.double(), latents.double(), kv_b.double(), NOPE)
     assert_close("o", latent_attention(q, latents, kv_b, NOPE, form=form), want, 2e-2)
+
+
+# ---- latents in pages
+
+
+def paged(latents, page_size, rng):
+    """The same latents in pages whose order is random: table and pool of a life with other sequences come and gone."""
+    B, L, width = latents.shape
+    pool = PagePool(1, width, latents.dtype, page_size=page_size, pages=2 * B * (L // page_size + 1))
+    others, table = [PageTable(pool, 1) for _ in range(pool.pages)], PageTable(pool, B)
+    for other in others:
+        other.reserve(page_size)
+    while others:  # tokens come one by one while pages fall free in random order
+        del others[int(torch.randint(len(others), (), generator=rng))]
+        if table.tokens < L and pool.free >= B:
+            table.reserve(1)
+            table.write(0, latents[:, table.tokens - 1 : table.tokens])
+    while table.tokens < L:
+        table.reserve(1)
+        table.write(0, latents[:, table.tokens - 1 : table.tokens])
+    return table
+
+
+@dims(
+    "T L page block",
+    (1, 1, 4, 8),
+    (1, 23, 1, 5),
+    (1, 24, 8, 8),
+    (1, 25, 8, 5),
+    (4, 33, 7, 10),
+    (1, 64, 16, 1000),
+    (9, 9, 3, 4),
+)
+@pytest.mark.parametrize("mask", [None, "padded"])
+def test_pages_in_any_order_equal_the_expanded_form(monkeypatch, T, L, page, block, mask):
+    """Blocks of `block` tokens, so that most read several pages, across borders of pages and of blocks."""
+    q, latents, kv_b = inputs(T, L)
+    want = latent_attention(q, latents, kv_b, NOPE, form="expanded", **options(mask, L))
+    table = paged(latents, page, torch.Generator().manual_seed(L))
+    assert torch.equal(op.join_pieces(table.pieces(0)), latents)
+    monkeypatch.setattr(op, "BLOCK", block * (RANK + ROPE))
+    for form in ("absorbed", "expanded"):
+        got = latent_attention(q, table.pieces(0), kv_b, NOPE, form=form, **options(mask, L))
+        assert_close(form, got, want, 1e-12)
+
+
+def test_sequences_with_shared_prefixes(monkeypatch):
+    """Rows 0 and 2 begin alike, row 1 does not; then each goes on with its own latents."""
+    q, latents, kv_b = inputs(2, 30, B=3)
+    latents[2, :19] = latents[0, :19]
+    pool = PagePool(1, RANK + ROPE, torch.float64, page_size=4)
+    prefixes = PageTable(pool, 2)
+    prefixes.reserve(19)
+    prefixes.write(0, latents[:2, :19])
+    table = prefixes.select([0, 1, 0])
+    table.reserve(11)
+    table.write(0, latents[:, 19:])
+    monkeypatch.setattr(op, "BLOCK", 6 * (RANK + ROPE))
+    want = latent_attention(q, latents, kv_b, NOPE, form="expanded")
+    assert_close("o", latent_attention(q, table.pieces(0), kv_b, NOPE, form="absorbed"), want, 1e-12)
+    assert table.held() == 2 * 4 + 3 * 4, "four full pages of each prefix, and four more for each sequence"
+
+
+def test_blocks_with_nothing_to_see(monkeypatch):
+    """Padding over whole blocks, and a sequence that is padding throughout."""
+    q, latents, kv_b = inputs(2, 20)
+    mask = torch.ones(2, 20, dtype=torch.bool)
+    mask[0, :13], mask[1] = False, False
+    monkeypatch.setattr(op, "BLOCK", 4 * (RANK + ROPE))
+    pieces = [list(x.split(3)) for x in latents]
+    o = latent_attention(q, pieces, kv_b, NOPE, key_mask=mask, form="absorbed")
+    assert_close("o", o, latent_attention(q, latents, kv_b, NOPE, key_mask=mask, form="expanded"), 1e-12)
+    assert not o[1].any() and o[0].all()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4], ids=str)
+def test_blocks_with_scores_of_any_size(monkeypatch, scale):
+    """The largest score may come first, last or in between: nothing overflows."""
+    q, latents, kv_b = inputs(1, 40)
+    monkeypatch.setattr(op, "BLOCK", 7 * (RANK + ROPE))
+    want = latent_attention(scale * q, latents, kv_b, NOPE, form="expanded")
+    for turn in (0, 13, 39):
+        turned = latents.roll(turn, 1)
+        got = latent_attention(scale * q, [[x] for x in turned], kv_b, NOPE, form="absorbed")
+        assert_close(f"turned by {turn}", got, want, 1e-12 * scale)
+
+
+@pytest.mark.parametrize("onednn", [True, False], ids=["onednn", "plain"])
+@dims("T L", (1, 300), (3, 301))
+def test_blocks_in_fp32_and_bf16(monkeypatch, onednn, T, L):
+    """The product for few rows, and what stands in for it where torch lacks it."""
+    assert hasattr(torch.ops.mkldnn, "_linear_pointwise"), "this torch has it, so both are tested"
+    if not onednn:
+        monkeypatch.setattr(torch.ops, "mkldnn", object())
+    monkeypatch.setattr(op, "BLOCK", 64 * (RANK + ROPE))
+    q, latents, kv_b = inputs(T, L)
+    want = latent_attention(q, latents, kv_b, NOPE, form="expanded")
+    for dtype, rel in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        low = [x.to(dtype) for x in (q, latents, kv_b)]
+        pieces = [list(x.split(50)) for x in low[1]]
+        with torch.no_grad():
+            got = latent_attention(low[0], pieces, low[2], NOPE, form="absorbed")
+        assert got.dtype == dtype
+        assert_close(str(dtype), got, want, rel)
+
+
+def test_blocks_have_the_gradient_of_the_query(monkeypatch):
+    q, latents, kv_b = (x.float() for x in inputs(2, 40))
+    monkeypatch.setattr(op, "BLOCK", 7 * (RANK + ROPE))
+    gradients = []
+    for given in (latents, [list(x.split(9)) for x in latents]):
+        leaf = q.clone().requires_grad_()
+        latent_attention(leaf, given, kv_b, NOPE, form="absorbed").square().sum().backward()
+        gradients.append(leaf.grad)
+    assert_close("dq", gradients[1], gradients[0], 1e-5)
+
+
+def test_blocks_are_read_and_not_copied(monkeypatch):
+    """A piece that holds a block is that block; several are put together, and no more than a block of them."""
+    whole = torch.arange(30.0).view(15, 2)
+    pieces = [whole[:8], whole[8:9], whole[9:10], whole[10:]]
+    blocks = list(op._blocks(pieces, 4))
+    assert torch.equal(torch.cat(blocks), whole) and [len(b) for b in blocks] == [4, 4, 4, 3]
+    inside = whole.untyped_storage().data_ptr()
+    assert [b.untyped_storage().data_ptr() == inside for b in blocks] == [True, True, False, True]
+    monkeypatch.setattr(op, "BLOCK", 8)
+    monkeypatch.setattr(op, "joined", lambda pieces: pytest.fail("put together"))
+    q, latents, kv_b = inputs(1, 40, B=1)
+    latent_attention(q, [[latents[0]]], kv_b, NOPE, form="absorbed")
 
 
 @pytest.mark.parametrize(

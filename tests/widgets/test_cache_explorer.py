@@ -7,10 +7,12 @@ import time
 import plotly.graph_objects as go
 import pytest
 
-from k3lite.config import ConfigError, presets
+from k3lite import budget
+from k3lite.config import ConfigError, K3Config, presets
 from widgets import common
 from widgets.cache_explorer import CURVE_TOKENS, compute, describe, explorer, figure
 
+K3 = K3Config.preset("kimi-k3")
 MILLION = 1_048_576
 GIB = 2**30
 
@@ -32,7 +34,7 @@ def test_kimi_k3_at_a_million_tokens_gives_the_published_bytes():
     assert r.hybrid.total == 29_440_401_408
     assert r.mla.total == 112_340_238_336
     assert r.mha.total == 4_793_183_502_336
-    assert (r.parts.latent, r.parts.state, r.parts.conv) == (28_991_029_248, 434_110_464, 15_261_696)
+    assert r.hybrid.parts == {"latent": 28_991_029_248, "state": 434_110_464, "conv": 15_261_696}
     assert (r.hybrid.per_token, r.mla.per_token, r.mha.per_token) == (27_648, 107_136, 4_571_136)
     assert r.gqa.per_token == 4_571_136 // 12  # 8 of 96 heads
     assert (r.break_even_state, r.break_even) == (5_461, 5_653)
@@ -41,8 +43,8 @@ def test_kimi_k3_at_a_million_tokens_gives_the_published_bytes():
 def test_kimi_linear_at_a_million_tokens():
     r = compute(layers=27, kda_layers=20, heads=32, kv_heads=8)
     assert r.hybrid.per_token == 8_064
-    assert r.parts.latent == 7.875 * GIB and r.mla.total == 30.375 * GIB
-    assert r.parts.state == 40 * 2**20
+    assert r.hybrid.parts["latent"] == 7.875 * GIB and r.mla.total == 30.375 * GIB
+    assert r.hybrid.parts["state"] == 40 * 2**20
 
 
 @pytest.mark.parametrize("tokens, saved_percent", [(1024, -335), (4096, -28), (8192, 23), (32768, 61), (131072, 71)])
@@ -82,9 +84,45 @@ def test_a_batch_is_so_many_times_one_sequence_and_leaves_the_break_even():
 
 
 def test_the_state_stays_fp32_when_the_cached_numbers_shrink():
-    two, one = compute(number_bytes=2), compute(number_bytes=1)
-    assert one.parts.state == two.parts.state
-    assert (one.parts.latent, one.parts.conv) == (two.parts.latent // 2, two.parts.conv // 2)
+    two, one = (compute(number_bytes=n).hybrid.parts for n in (2, 1))
+    assert one["state"] == two["state"]
+    assert (one["latent"], one["conv"]) == (two["latent"] // 2, two["conv"] // 2)
+
+
+def test_what_a_scheme_keeps_by_kind_adds_up():
+    r = compute(tokens=2048, batch=3)
+    for s in r.schemes:
+        assert sum(s.parts.values()) == s.total
+    assert r.gqa.parts["keys"] == r.gqa.parts["values"] and r.mla.parts["state"] == r.mla.parts["conv"] == 0
+
+
+def test_a_window_keeps_gqa_rows_up_to_its_length_and_no_more():
+    short, long = compute(tokens=2048, window=4096), compute(tokens=MILLION, window=4096)
+    assert short.window.total == short.gqa.total
+    assert long.window.total == 4096 * long.gqa.per_token and long.window.fits is None
+    assert compute(window=2**17, batch=64, device="laptop").window.fits == 16 * 10**9 // (64 * long.gqa.per_token)
+
+
+def test_one_kv_head_is_mqa():
+    r = compute(kv_heads=1)
+    assert r.gqa.name == "MQA, 1 KV head" and r.gqa.per_token == r.mha.per_token // 96
+
+
+@pytest.mark.parametrize(
+    "tokens, page, slots, then", [(1024, 6144, 5120, 5119), (1536, 1024, 512, 511), (1024, 64, 0, 63)]
+)
+def test_pages_leave_the_slots_of_their_last_one_unused(tokens, page, slots, then):
+    r = compute(tokens=tokens, page_size=page, batch=8)
+    assert r.hybrid.unused == slots * r.hybrid.per_token and r.mha.unused == slots * r.mha.per_token
+    assert r.unused_next == then * r.hybrid.per_token
+    paged = budget.paged_cache_bytes(K3, tokens, 8, page_size=page)
+    assert r.hybrid.total + r.hybrid.unused == paged.total - paged.table
+    assert compute(tokens=MILLION, window=4096, page_size=6144).window.unused == 2048 * r.gqa.per_token // 8
+
+
+def test_nothing_is_unused_in_pages_of_one_token():
+    r = compute(page_size=1, tokens=1536)
+    assert r.unused_next == 0 and all(s.unused == 0 for s in r.schemes)
 
 
 def test_without_kda_layers_the_hybrid_is_the_twin():
@@ -107,6 +145,8 @@ def test_without_kda_layers_the_hybrid_is_the_twin():
         ({"number_bytes": 0}, "bytes per number: got 0"),
         ({"tokens": 0}, "context length: got 0"),
         ({"batch": 0}, "batch: got 0"),
+        ({"window": 0}, "window: got 0"),
+        ({"page_size": 0}, "page: got 0, wanted a whole number from 1"),
         ({"device": "abacus"}, "device: got 'abacus', wanted one of H200"),
     ],
 )
@@ -126,11 +166,24 @@ def test_the_sentence_says_the_published_result():
     )
     assert "5,461 tokens if the convolution inputs are left out" in text
     assert "5,083,573 tokens of the hybrid's cache and 1,316,084 tokens of MLA's, with no weights in it" in text
+    assert "A window of the last 4,096 tokens keeps 1.45 GiB and nothing older." in text
+    assert text.endswith(
+        "In pages of 64 tokens the hybrid holds 27.4 GiB, none of it unused; "
+        "one token more would begin a page and leave 1.66 MiB unused."
+    )
 
 
 def test_the_sentence_follows_batch_and_short_contexts():
     text = describe(compute(batch=8, tokens=1024))
-    assert "for a batch of 8 sequences" in text and "times more" in text
+    assert "for a batch of 8 sequences" in text and "times more" in text and "nothing older" not in text
+
+
+def test_the_sentence_follows_the_pages():
+    assert "holds 502.3 MiB, 67.5 MiB of it unused." in describe(compute(tokens=1024, page_size=6144, number_bytes=1))
+    assert describe(compute(page_size=1)).endswith(
+        "In pages of one token the hybrid holds 27.4 GiB, none of it unused."
+    )
+    assert describe(compute(kda_layers=93)).endswith("Nothing of the hybrid lies in pages.")
 
 
 @pytest.mark.parametrize(
@@ -163,8 +216,9 @@ def test_byte_ticks_are_few_and_cover_the_axis(top):
 def test_curves_hold_the_bytes_of_each_scheme():
     r = compute()
     fig = figure(r)
-    assert names_of(fig)[:4] == ["MHA, 96 heads", "GQA, 8 KV heads", "MLA in every layer", "hybrid, 69 KDA + 24 MLA"]
-    for trace, s in zip(fig.data[:4], r.schemes, strict=True):
+    names = ["MHA, 96 heads", "GQA, 8 KV heads", "window, last 4,096 tokens", "MLA in every layer"]
+    assert names_of(fig)[:5] == [*names, "hybrid, 69 KDA + 24 MLA"]
+    for trace, s in zip(fig.data[:5], r.schemes, strict=True):
         assert tuple(trace.x) == CURVE_TOKENS and tuple(trace.y) == s.curve
         assert trace.y[CURVE_TOKENS.index(MILLION)] == s.total
     assert fig.layout.xaxis.type == fig.layout.yaxis.type == "log"
@@ -172,23 +226,32 @@ def test_curves_hold_the_bytes_of_each_scheme():
 
 def test_marks_stand_where_they_should():
     r = compute()
-    dots, memory, filled, even = figure(r).data[4:8]
-    assert list(dots.x) == [MILLION] * 4 and list(dots.y) == [s.total for s in r.schemes]
+    dots, memory, others, filled, even = figure(r).data[5:10]
+    assert list(dots.x) == [MILLION] * 5 and list(dots.y) == [s.total for s in r.schemes]
     assert set(memory.y) == {141e9} and memory.name == "memory of one H200, 141 GB"
-    assert list(filled.x) == [30_845, 370_148, 1_316_084, None]  # the hybrid's is beyond the axis
+    assert set(others.y) == {float(n) for n in common.DEVICES.values()} - {141e9} | {None}
+    assert list(filled.x) == [30_845, 370_148, None, 1_316_084, None]  # the window's nowhere, the hybrid's off the axis
     assert list(even.x) == [5_653] and even.y[0] == 5_653 * 107_136
 
 
-def test_bars_are_to_scale_stacked_and_say_where_they_are_cut():
-    r = compute()
+def row(fig, height: int) -> list[float]:
+    """Lengths of the bars stacked at one height."""
+    return [b.x[0] for b in fig.data[10:] if b.y[0] == height]
+
+
+def test_bars_are_to_scale_stacked_by_kind_and_say_where_they_are_cut():
+    r = compute(tokens=1_572_864, page_size=6144)
     fig = figure(r)
-    bars = fig.data[8:]
-    assert [b.x[0] for b in bars] == [r.mha.total, r.gqa.total, r.mla.total, *vars(r.parts).values()]
-    assert {b.y[0] for b in bars[3:]} == {0} and fig.layout.barmode == "stack"  # the hybrid's three parts in one row
+    assert fig.layout.barmode == "stack"
+    for height, s in zip((4, 3, 2, 1, 0), r.schemes, strict=True):
+        assert row(fig, height) == [*s.parts.values(), s.unused]
+    assert row(fig, 4)[0] == r.mha.total / 2 and sum(row(fig, 2)) == 6144 * r.gqa.per_token
     low, high = fig.layout.xaxis2.range
     assert low == 0 and r.mla.total < high < r.gqa.total
     assert captions(fig).count("bar cut") == 2
-    assert "hybrid, 69 KDA + 24 MLA</b>: 27.4 GiB; fits 5,083,573 tokens" in captions(fig)
+    assert "hybrid, 69 KDA + 24 MLA</b>: 40.9 GiB; fits 5,083,573 tokens" in captions(fig)
+    assert "window, last 4,096 tokens</b>: 1.45 GiB; keeps nothing older" in captions(fig)
+    assert "state 414.0 MiB" in captions(fig)
 
 
 def test_titles_and_axes_say_the_finding_and_the_units():
@@ -211,7 +274,7 @@ def test_the_figure_keeps_its_shape_at_the_ends(setting):
     assert [t.type for t in fig.data] == [t.type for t in usual.data]
     assert len(fig.layout.annotations) == len(usual.layout.annotations)
     fig.to_json()  # whole numbers beyond 64 bits would fail here
-    assert ("break-even" in captions(fig)) == (fig.data[7].x[0] is not None)
+    assert ("break-even" in captions(fig)) == (fig.data[9].x[0] is not None)
 
 
 # ---- explorer
@@ -236,12 +299,12 @@ def test_explorer_starts_with_the_picture_of_its_arguments():
 
 
 def test_moving_the_context_moves_the_dots_the_bars_and_the_words(box):
-    curve = list(box.figure.data[3].y)
+    curve = list(box.figure.data[4].y)
     box.controls["tokens"].value = 2048
     r = compute(tokens=2048)
-    assert list(box.figure.data[4].x) == [2048] * 4
-    assert [b.x[0] for b in box.figure.data[8:]] == [r.mha.total, r.gqa.total, r.mla.total, *vars(r.parts).values()]
-    assert list(box.figure.data[3].y) == curve
+    assert list(box.figure.data[5].x) == [2048] * 5
+    assert [b.x[0] for b in box.figure.data[10:]] == [n for s in r.schemes for n in (*s.parts.values(), s.unused)]
+    assert list(box.figure.data[4].y) == curve
     assert box.figure.layout.shapes[0].x0 == 2048
     assert "2.3 times more" in box.figure.layout.title.text and "2.3 times more" in box.text.value
     assert box.controls["preset"].value == "kimi-k3"  # the model is still that model
@@ -249,8 +312,8 @@ def test_moving_the_context_moves_the_dots_the_bars_and_the_words(box):
 
 @pytest.mark.parametrize(
     "name, value, scheme",
-    [("batch", 8, 0), ("number_bytes", 1, 0), ("layers", 60, 0), ("kda_layers", 40, 3), ("heads", 48, 0),
-     ("kv_heads", 12, 1), ("head_dim", 64, 0), ("latent_width", 288, 2)],
+    [("batch", 8, 0), ("number_bytes", 1, 0), ("layers", 60, 0), ("kda_layers", 40, 4), ("heads", 48, 0),
+     ("kv_heads", 12, 1), ("head_dim", 64, 0), ("latent_width", 288, 3), ("window", 512, 2)],
 )  # fmt: skip
 def test_each_control_changes_what_it_should(box, name, value, scheme):
     box.controls[name].value = value
@@ -265,7 +328,16 @@ def test_each_control_changes_what_it_should(box, name, value, scheme):
 
 def test_the_device_moves_its_line(box):
     box.controls["device"].value = "RTX 4090"
-    assert set(box.figure.data[5].y) == {24e9} and "RTX 4090, 24 GB" in box.figure.data[5].name
+    assert set(box.figure.data[6].y) == {24e9} and "RTX 4090, 24 GB" in box.figure.data[6].name
+
+
+def test_the_page_size_moves_the_unused_part_only(box):
+    curves = [list(t.y) for t in box.figure.data[:5]]
+    box.controls["tokens"].value = 1024
+    box.controls["page_size"].value = 6144
+    assert row(box.figure, 1)[-1] == 5120 * 107_136
+    assert [list(t.y) for t in box.figure.data[:5]] == curves and box.controls["preset"].value == "kimi-k3"
+    assert "135.0 MiB of it unused" in box.text.value and "unused 135.0 MiB" in captions(box.figure)
 
 
 @pytest.mark.parametrize("preset", presets())
@@ -307,7 +379,7 @@ def test_nonsense_is_refused_in_sight_and_mended_by_the_next_value(box, name, va
     box.controls["tokens"].value = 4096
     assert "wanted a whole number" in box.message.value  # still there while the value is
     box.controls[name].value = good
-    assert box.message.value == "" and list(box.figure.data[4].x) == [4096] * 4
+    assert box.message.value == "" and list(box.figure.data[5].x) == [4096] * 5
 
 
 def test_a_fault_of_ours_shows_its_traceback(box, monkeypatch):
