@@ -264,7 +264,7 @@ def test_blocks_are_read_and_not_copied(monkeypatch):
     inside = whole.untyped_storage().data_ptr()
     assert [b.untyped_storage().data_ptr() == inside for b in blocks] == [True, True, False, True]
     monkeypatch.setattr(op, "BLOCK", 8)
-    monkeypatch.setattr(op, "joined", lambda pieces: pytest.fail("put together"))
+    monkeypatch.setattr(op, "join_pieces", lambda pieces: pytest.fail("put together"))
     q, latents, kv_b = inputs(1, 40, B=1)
     latent_attention(q, [[latents[0]]], kv_b, NOPE, form="absorbed")
 
