@@ -58,6 +58,13 @@ def test_siblings_are_found_as_trained_and_as_shipped_in_the_order_of_their_kind
     assert siblings(tmp_path) == {"kda-s2": tmp_path / "kda-s2", "mla-s1": tmp_path / "mla-s1"}
 
 
+def test_shipped_siblings_can_be_asked():
+    """What they know is the exam's business; here every one of them fits the lab."""
+    for name in siblings():
+        r = compute(sibling=name, length=256)
+        assert len(r.needles) == 8 and all(0 <= n.got < VOCABULARY for n in r.needles)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("length", [256, 2048])  # the second is read in pieces
 def test_answers_are_those_of_the_exam(folder, variant, length):
