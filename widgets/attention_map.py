@@ -245,9 +245,8 @@ def explorer(text: str | None = None, needles: int = 1) -> common.Explorer:
         new_text = name in ("text", "facts", "needles", "depth", "asked")
         r = result(query=None) if new_text else result()
         if new_text:
-            c["query"].max = (
-                len(r.text) - 1
-            )  # a message of its own: the browser cuts a value at the old end, and says so
+            # In a message of its own: the browser cuts a value at the old end, and says so.
+            c["query"].max = len(r.text) - 1
             c["query"].value = r.query
         common.redraw(drawn, figure(r))
         said.value = common.spoken(describe(r))

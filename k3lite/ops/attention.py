@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from k3lite.ops.latent_attention import _visible
+from k3lite.ops.latent_attention import visible
 from k3lite.ops.pointwise import check_cu_seqlens, upcast
 
 
@@ -37,7 +37,7 @@ def causal_attention(
     T, L = q.shape[1], k.shape[1]
     q, keys, values = (upcast(x).transpose(1, 2) for x in (q, k, v))  # [B,H,.,.]
     scores = q @ keys.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    seen = _visible(0, T, T, L, key_mask, cu_seqlens, q.device)  # the last query sees all L keys, the one before L - 1
+    seen = visible(0, T, T, L, key_mask, cu_seqlens, q.device)  # the last query sees all L keys, the one before L - 1
     # The smallest number and not -inf: a row with nothing to see stays finite, and is zeroed by the second mask.
     weights = scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1) * seen
     return (weights @ values).transpose(1, 2).to(v.dtype), weights

@@ -99,7 +99,7 @@ def _at_once(q, latents, W_k, W_v, form, key_mask, cu_seqlens) -> Tensor:
         stop = min(start + rows, T)
         reach = L - T + stop  # keys that the block's last query may see
         scores = _product(q[:, :, start:stop], keys[..., :reach])
-        seen = _visible(start, stop, T, L, key_mask, cu_seqlens, q.device)[..., :reach]
+        seen = visible(start, stop, T, L, key_mask, cu_seqlens, q.device)[..., :reach]
         # The smallest number and not -inf: a row with nothing to see stays finite and is zeroed after.
         weights = scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1)
         if key_mask is not None:
@@ -195,7 +195,7 @@ def _visible_in_block(start: int, stop: int, T: int, L: int, key_mask: Tensor | 
     return seen
 
 
-def _visible(start, stop, T, L, key_mask, cu_seqlens, device) -> Tensor:
+def visible(start, stop, T, L, key_mask, cu_seqlens, device) -> Tensor:
     """[1 or B, 1, stop-start, L]: which keys the queries start..stop may see."""
     position = torch.arange(L, device=device)
     query = position[L - T + start : L - T + stop].unsqueeze(-1)
