@@ -7,8 +7,6 @@ for what they read in rows of more and more pairs.
 from __future__ import annotations
 
 import dataclasses
-import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
-from k3lite.checkpoint import write_text
 from k3lite.model import K3ForCausalLM
 from k3lite.tasks.mqar import CHANCE, KEYS, make_batch, measure, mqar_config
-from k3lite.tasks.trained import forget, fresh_model, read_card, train_or_load
+from k3lite.tasks.trained import forget, fresh_model, read_card, run_models, train_or_load
 from k3lite.train import BatchAt, Recipe, train
 
 TASK = "mqar"
@@ -126,31 +122,20 @@ def train_mqar_model(folder: Path, width: int, recipe: Recipe, progress: bool = 
 
 
 def run(job: Job, progress: bool = True) -> dict[str, Any]:
-    """Train (or find trained) and measure every model, and write mqar.json under job.out after each.
-
-    A job that was stopped goes on: finished models are loaded and only measured again.
-    """
+    """Train (or find trained) and measure every model, and write mqar.json under job.out, see `run_models`."""
     job.check()
-    started = time.perf_counter()
     result: dict[str, Any] = {
         "task": TASK,
-        "complete": False,
         "chance": CHANCE,
         "trained_pairs": TRAINED_PAIRS,
-        "models": [],
         "records": [],
         "controls": [],
     }
-    models = job.models()
-    with tqdm(total=len(models), desc="models", disable=not progress) as bar:
-        for width, seed, folder in models:
-            bar.set_postfix_str(f"width {width}, seed {seed}")
-            _add(result, job, width, seed, folder, progress)
-            result["complete"] = len(result["models"]) == len(models)
-            result["seconds"] = round(time.perf_counter() - started, 1)
-            write_text(job.out / RESULT, json.dumps(result, indent=1) + "\n")
-            bar.update()
-    return result
+
+    def add(width: int, seed: int, folder: Path) -> None:
+        _add(result, job, width, seed, folder, progress)
+
+    return run_models(job.models(), result, add, job.out / RESULT, progress)
 
 
 def _add(result: dict[str, Any], job: Job, width: int, seed: int, folder: Path, progress: bool) -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,20 +15,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
-from k3lite.checkpoint import load_model, write_text
+from k3lite.checkpoint import load_model
 from k3lite.model import K3ForCausalLM
 from k3lite.tasks.recall import KEYS, SLOT, STRING, STRING_SLOTS, VOCABULARY, make_documents
 from k3lite.tasks.recall_exam import ASKED, CHANCE, DEPTHS, exam_cells, measure
 from k3lite.tasks.siblings import PATTERNS, make_sibling, sibling_cache_bytes, sibling_config
-from k3lite.tasks.trained import extend_card, forget, read_card, train_or_load
+from k3lite.tasks.trained import extend_card, forget, read_card, run_models, train_or_load
 from k3lite.train import BatchAt, Recipe
 
 TASK = "recall"
 TRAINED_LENGTH = 256  # tokens of the longest training document
 TOKENS_PER_STEP = 2048
-RECIPE = Recipe(steps=1400, lr=6e-3, task="recall-1")
+RECIPE = Recipe(steps=2400, lr=3e-3, task="recall-2")
 RESULT = "recall.json"
 WIDTH = 16  # of a KDA state
 QUESTIONS, MOST_TOKENS = 480, 262_144  # of one cell: the first is wanted, the second is the most it may cost
@@ -38,9 +35,9 @@ QUESTIONS, MOST_TOKENS = 480, 262_144  # of one cell: the first is wanted, the s
 
 # ---- training
 
-DENSE_SHARE = 0.35  # of the steps, with documents that hold nothing but facts
-GROWING_SHARE = 0.55  # of these, in which they become longer
-STRING_SHARE, MIXED_SHARE = 0.3, 0.2  # of the later steps: with a string; with rewritten keys and rumours
+DENSE_SHARE = 0.2  # of the steps, with documents that hold nothing but facts
+GROWING_SHARE = 0.6  # of these, in which they become longer
+STRING_SHARE, MIXED_SHARE = 0.3, 0.3  # of the later steps: with a string; with rewritten keys and rumours
 FEW, SOME = 4, 16  # questions of a later document with a string and without, at most: others must weigh in the loss
 
 
@@ -189,32 +186,22 @@ def load_sibling(folder: Path) -> K3ForCausalLM:
 
 
 def run(job: Job, progress: bool = True) -> dict[str, Any]:
-    """Train (or find trained) and measure every model, and write recall.json under job.out after each.
-
-    A job that was stopped goes on: finished models are loaded and only measured again.
-    """
+    """Train (or find trained) and measure every model, and write recall.json under job.out, see `run_models`."""
     job.check()
-    started = time.perf_counter()
     result: dict[str, Any] = {
         "task": TASK,
-        "complete": False,
         "chance": CHANCE,
         "depths": DEPTHS,
         "trained_length": job.trained_length,
-        "models": [],
+        "layers": job.layers,
         "cache": [],
         "records": [],
     }
-    models = job.models()
-    with tqdm(total=len(models), desc="models", disable=not progress) as bar:
-        for variant, width, seed, folder in models:
-            bar.set_postfix_str(folder.name)
-            _add(result, job, variant, width, seed, folder, progress)
-            result["complete"] = len(result["models"]) == len(models)
-            result["seconds"] = round(time.perf_counter() - started, 1)
-            write_text(job.out / RESULT, json.dumps(result, indent=1) + "\n")
-            bar.update()
-    return result
+
+    def add(variant: str, width: int, seed: int, folder: Path) -> None:
+        _add(result, job, variant, width, seed, folder, progress)
+
+    return run_models(job.models(), result, add, job.out / RESULT, progress)
 
 
 def _add(result: dict[str, Any], job: Job, variant: str, width: int, seed: int, folder: Path, progress: bool) -> None:

@@ -29,17 +29,18 @@ from k3lite.tasks.trained import fresh_model
 PATTERNS = {"kda": "K", "hybrid": "KKKM", "1:1": "KM", "7:1": "KKKKKKKM"}
 PATTERNS |= {"mla": "M", "mla-conv": "M", "mla-rotary": "M"}
 VARIANTS = tuple(PATTERNS)
-HIDDEN, MLP = 64, 1
-KDA_HEADS, MLA_HEADS = 3, 2
+HIDDEN = 64
+KDA_HEADS, MLA_HEADS = 1, 2
+MLP_START = 0.3  # of the usual size of `down_proj`: the wide MLPs of siblings with states stay out of the way at first
 ROTARY_BASE = 10_000.0
 
 
 def sibling_config(variant: str, vocabulary: int, *, layers: int = 4, width: int = 16) -> K3Config:
-    """Three KDA heads with a state of width x width each, or two MLA heads; no AttnRes, no experts.
+    """A KDA head with a state of width x width, or two MLA heads; no AttnRes, no experts.
 
-    The heads are such that a KDA layer (at width 16) has about as many parameters as an MLA layer. What is missing
-    goes into the MLPs, so that all siblings of a width have as many (to within a percent). MLPs are tiny: in
-    pilots the look-up was learnt sooner so (other sizes changed with them, so the MLP alone is not shown to be why).
+    States are small, so that short documents fill them. A KDA layer has fewer parameters than an MLA layer, and what
+    is missing goes into the MLPs: all siblings of as many layers have as many parameters as all-MLA with MLPs of
+    width 1 (to within a percent), up to a width of 48; with wider states there are more.
     Raises ValueError for an unknown variant, or a number of layers that its pattern does not divide.
     """
     if variant not in PATTERNS:
@@ -55,7 +56,7 @@ def sibling_config(variant: str, vocabulary: int, *, layers: int = 4, width: int
 
     kinds = pattern * (layers // len(pattern))
     one, two = (parameters(kinds, variant, mlp) for mlp in (1, 2))
-    mlp = 1 + round((parameters("K" * layers, "kda", MLP) - one) / (two - one))
+    mlp = 1 + round((parameters("M" * layers, "mla", 1) - one) / (two - one))
     return _config(kinds, vocabulary, width, max(1, mlp))
 
 
@@ -67,10 +68,10 @@ def _config(kinds: str, vocabulary: int, width: int, mlp: int) -> K3Config:
         num_hidden_layers=len(kinds),
         num_attention_heads=MLA_HEADS,
         intermediate_size=mlp,
-        kv_lora_rank=32,
+        kv_lora_rank=48,
         qk_nope_head_dim=32,
         qk_rope_head_dim=8,
-        v_head_dim=24,
+        v_head_dim=32,
         mla_use_output_gate=True,
         hidden_act="situ",
         initializer_range=HIDDEN**-0.5,
@@ -88,6 +89,9 @@ def _config(kinds: str, vocabulary: int, width: int, mlp: int) -> K3Config:
 def make_sibling(variant: str, config: K3Config, seed: int = 0) -> K3ForCausalLM:
     """A fresh model of the variant. Embeddings start at unit size."""
     model = fresh_model(config, seed)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight.mul_(MLP_START)
     if variant in ("mla-conv", "mla-rotary"):
         kind = ConvMLA if variant == "mla-conv" else RotaryMLA
         generator = None if model.lm_head.weight.is_meta else torch.Generator().manual_seed(seed)

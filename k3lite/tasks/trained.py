@@ -10,11 +10,12 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
 from k3lite.checkpoint import WEIGHTS, CheckpointError, load_model, save_model, write_text
 from k3lite.config import K3Config
@@ -65,6 +66,27 @@ def train_or_load(
     _write_card(target, about, recipe, facts, losses, None if resumed else time.perf_counter() - started)
     (folder / STATE).unlink(missing_ok=True)  # finished: the optimizer's moments are of no more use
     return model
+
+
+def run_models(
+    models: Sequence[tuple], result: dict[str, Any], add: Callable[..., None], target: Path, progress: bool
+) -> dict[str, Any]:
+    """A job of several models, each a tuple that ends with its folder: add(*model) trains one and puts what was
+    measured into `result`, which is written to `target` after each, "complete" only with the last.
+
+    A job that was stopped goes on: `train_or_load` finds what is trained, and that is only measured again.
+    """
+    started = time.perf_counter()
+    result |= {"complete": False, "models": []}
+    with tqdm(total=len(models), desc="models", disable=not progress) as bar:
+        for model in models:
+            bar.set_postfix_str(model[-1].name)
+            add(*model)
+            result["complete"] = len(result["models"]) == len(models)
+            result["seconds"] = round(time.perf_counter() - started, 1)
+            write_text(target, json.dumps(result, indent=1) + "\n")
+            bar.update()
+    return result
 
 
 def forget(folder: Path) -> None:
