@@ -226,7 +226,6 @@ def explorer(text: str | None = None, needles: int = 1) -> common.Explorer:
     """
     first = compute(text=text, needles=needles)
     c = _controls(default_text() if text is None else text, needles, first)
-    busy = False  # while one change moves several controls, only the end is drawn
 
     def result(**changes) -> AttentionMap:
         place = dict(zip(("layer", "head"), c["head"].value, strict=True))
@@ -252,18 +251,9 @@ def explorer(text: str | None = None, needles: int = 1) -> common.Explorer:
         said.value = common.spoken(describe(r))
         message.show("")
 
-    def changed(change) -> None:
-        nonlocal busy
-        if not busy:
-            busy = True
-            message.guard(lambda: react(names[change.owner]))
-            busy = False
-
     drawn = go.FigureWidget(figure(first))  # traces in the constructor: those added later are lost on reload
     said, message = w.HTML(common.spoken(describe(first))), common.Message()
-    names = {control: name for name, control in c.items()}
-    for control in c.values():
-        control.observe(changed, "value")
+    message.watch(c, react)
     columns = [
         [c[n] for n in ("facts", "needles", "asked", "depth", "text")],
         [c[n] for n in ("query", "head", "sharpness", "causal")],

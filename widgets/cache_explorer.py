@@ -222,7 +222,6 @@ def explorer(preset: str = "kimi-k3", tokens: int = 1_048_576, device: str = "H2
     shape = shape_of(preset)
     c = controls(preset, shape, CURVE_TOKENS, tokens, device)
     share = shape["kda_layers"] / shape["layers"]  # kept exactly while the number of layers is dragged about
-    busy = False  # while one change moves several controls, only the end is drawn
 
     def result() -> Comparison:
         return compute(**{name: control.value for name, control in c.items() if name != "preset"})
@@ -247,19 +246,10 @@ def explorer(preset: str = "kimi-k3", tokens: int = 1_048_576, device: str = "H2
         text.value = common.spoken(describe(r))
         message.show(note)
 
-    def changed(change) -> None:
-        nonlocal busy
-        if not busy:
-            busy = True
-            message.guard(lambda: react(names[change.owner]))
-            busy = False
-
     first = result()
     drawn = go.FigureWidget(figure(first))  # traces in the constructor: those added later are lost on reload
     text, message = w.HTML(common.spoken(describe(first))), common.Message()
-    names = {control: name for name, control in c.items()}
-    for control in c.values():
-        control.observe(changed, "value")
+    message.watch(c, react)
     columns = [[c[n] for n in ("preset", "tokens", "batch", "number_bytes", "device", "page_size")]]
     columns += [[c[n] for n in ("layers", "kda_layers", "heads", "kv_heads", "head_dim", "latent_width", "window")]]
     return common.Explorer("cache", c, drawn, text, message, [common.side_by_side(columns), message, drawn, text])

@@ -149,6 +149,22 @@ class Message(w.HTML):
         except Exception:
             self.show("A fault of this explorer, please report it.\n" + traceback.format_exc(), error=True)
 
+    def watch(self, controls: dict[str, w.Widget], react: Callable[[str], None]) -> None:
+        """Call react(name), guarded, when the reader changes the value of a control. What `react` itself moves calls
+        nothing, so that only the end of a change is drawn.
+        """
+        names, busy = {control: name for name, control in controls.items()}, False
+
+        def changed(change) -> None:
+            nonlocal busy
+            if not busy:
+                busy = True
+                self.guard(lambda: react(names[change.owner]))
+                busy = False
+
+        for control in controls.values():
+            control.observe(changed, "value")
+
 
 class Explorer(w.VBox):
     """What an explorer() returns: the box to display, and its parts by name so that cells and tests can drive it."""

@@ -171,9 +171,8 @@ def explorer(text: str | None = None, layer: int = 1, head: int = 1, folder: Pat
     reading = read(text, folder)
     first = compute(reading, layer=layer, head=head, steps=min(16, len(reading.text) - 1))
     c = _controls(text, first, reading)
-    busy = False  # while one change moves several controls, only the end is drawn
 
-    def react() -> None:
+    def react(_: str) -> None:
         reading = read(c["text"].value, folder)
         c["token"].max = len(reading.text) - 2  # ipywidgets draws a value in that lies beyond
         c["steps"].max = len(reading.text) - 1 - c["token"].value
@@ -182,17 +181,9 @@ def explorer(text: str | None = None, layer: int = 1, head: int = 1, folder: Pat
         text_line.value, words.value = marked(r), common.spoken(describe(r))
         message.show("")
 
-    def changed(_) -> None:
-        nonlocal busy
-        if not busy:
-            busy = True
-            message.guard(react)
-            busy = False
-
     drawn = go.FigureWidget(figure(first))  # traces in the constructor: those added later are lost on reload
     text_line, words, message = w.HTML(marked(first)), w.HTML(common.spoken(describe(first))), common.Message()
-    for control in c.values():
-        control.observe(changed, "value")
+    message.watch(c, react)
     columns = [[c[n] for n in ("layer", "head", "gate")], [c[n] for n in ("token", "steps")]]
     children = [c["text"], common.side_by_side(columns), message, text_line, drawn, words]
     return common.Explorer("decay", c, drawn, words, message, children)
