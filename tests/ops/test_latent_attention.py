@@ -70,6 +70,20 @@ def test_by_hand(T, L, form):
     assert_close("o", latent_attention(q, latents, kv_b, NOPE, form=form), want, 1e-12)
 
 
+@pytest.mark.parametrize("value_width", [V, 17])  # narrower and wider than the keys
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float64, 1), (torch.float32, 1), (torch.float32, 1e4)], ids=str)
+def test_without_gradients_torchs_kernel_gives_the_same(monkeypatch, value_width, dtype, scale):
+    calls, fused = [], op._fused
+    monkeypatch.setattr(op, "_fused", lambda *args: (calls.append(1), fused(*args))[1])
+    q, latents, _ = inputs(37, 37, dtype=dtype)
+    kv_b = torch.randn(H, NOPE + value_width, RANK, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    want = latent_attention((q * scale).requires_grad_(), latents, kv_b, NOPE, form="expanded")
+    assert want.requires_grad and not calls
+    got = latent_attention(q * scale, latents, kv_b, NOPE, form="expanded")
+    assert calls == [1] and got.shape == want.shape
+    assert_close("o", got, want.detach(), 1e-12 if dtype == torch.float64 else 1e-5)
+
+
 @dims("T L", (5, 5), (2, 7))
 @forms
 def test_padded_keys(T, L, form):
