@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 from k3lite.checkpoint import load_model
 from k3lite.model import K3ForCausalLM
 from k3lite.tasks.recall import KEYS, SLOT, STRING, STRING_SLOTS, VOCABULARY, make_documents
-from k3lite.tasks.recall_exam import ASKED, CHANCE, DEPTHS, exam_cells, measure
+from k3lite.tasks.recall_exam import ASKED, CHANCE, DEPTHS, Score, exam_cells, measure
 from k3lite.tasks.siblings import PATTERNS, make_sibling, sibling_cache_bytes, sibling_config
 from k3lite.tasks.trained import extend_card, forget, read_card, run_models, train_or_load
 from k3lite.train import BatchAt, Recipe
@@ -186,8 +187,12 @@ def load_sibling(folder: Path) -> K3ForCausalLM:
 
 
 def run(job: Job, progress: bool = True) -> dict[str, Any]:
-    """Train (or find trained) and measure every model, and write recall.json under job.out, see `run_models`."""
+    """Train (or find trained) and measure every model, and write recall.json under job.out, see `run_models`.
+
+    What an earlier recall.json says of a model with the same weights is not measured again.
+    """
     job.check()
+    before = _scores_before(job.out / RESULT)
     result: dict[str, Any] = {
         "task": TASK,
         "chance": CHANCE,
@@ -199,12 +204,15 @@ def run(job: Job, progress: bool = True) -> dict[str, Any]:
     }
 
     def add(variant: str, width: int, seed: int, folder: Path) -> None:
-        _add(result, job, variant, width, seed, folder, progress)
+        _add(result, before, job, variant, width, seed, folder, progress)
 
     return run_models(job.models(), result, add, job.out / RESULT, progress)
 
 
-def _add(result: dict[str, Any], job: Job, variant: str, width: int, seed: int, folder: Path, progress: bool) -> None:
+def _add(
+    result: dict[str, Any], before: dict[tuple, Any], job: Job, variant: str, width: int, seed: int, folder: Path,
+    progress: bool,
+) -> None:  # fmt: skip
     """Train one model and append its entry, what its cache takes, and its records."""
     recipe = dataclasses.replace(job.recipe, seed=seed)
     model = train_sibling(
@@ -213,15 +221,29 @@ def _add(result: dict[str, Any], job: Job, variant: str, width: int, seed: int, 
     )  # fmt: skip
     who = {"variant": variant, "width": width, "seed": seed}
     parameters = sum(p.numel() for p in model.parameters())
-    scores = [
-        dataclasses.asdict(measure(model, *cell, job.documents(*cell))) for cell in exam_cells(job.lengths, job.facts)
-    ]
+    digest = read_card(folder / "model", TASK)["sha256"]
+    cells = [(*cell, job.documents(*cell)) for cell in exam_cells(job.lengths, job.facts)]
+    scores = [before.get((digest, *cell)) or dataclasses.asdict(measure(model, *cell)) for cell in cells]
     measured = [score for score in scores if score["length"] <= job.trained_length]
     card = extend_card(folder / "model", TASK, {"measured": measured})
     result["models"].append({**who, "folder": folder.name, "parameters": parameters, "card": card})
     result["records"] += [{**who, **score} for score in scores]
     if seed == job.seeds[0]:
         result["cache"] += list(_cache(variant, width, model, job.lengths))
+
+
+def _scores_before(path: Path) -> dict[tuple, dict[str, Any]]:
+    """{(sha256 of the weights, kind, length, facts, documents): what `measure` found}, empty without a file of ours."""
+    try:
+        said = json.loads(path.read_text())
+        digests = {(m["variant"], m["width"], m["seed"]): m["card"]["sha256"] for m in said["models"]}
+        fields = [field.name for field in dataclasses.fields(Score)]
+        return {
+            (digests[r["variant"], r["width"], r["seed"]], *(r[f] for f in fields[:4])): {f: r[f] for f in fields}
+            for r in said["records"]
+        }
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def _cache(variant: str, width: int, model: K3ForCausalLM, lengths: tuple[int, ...]) -> Iterator[dict[str, Any]]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from k3lite.checkpoint import CheckpointError, load_model
+from k3lite.tasks import recall_job
 from k3lite.tasks.recall import ASK_TOPIC, FACT, IGNORE, RUMOUR, SLOT, STRING, STRING_MARK, SYMBOL, SYMBOLS
 from k3lite.tasks.recall_exam import ASKED, CHANCE, exam_cells, measure
 from k3lite.tasks.recall_job import (
@@ -133,6 +134,21 @@ def test_a_stopped_job_goes_on_to_the_same_models(tiny, monkeypatch):
     assert len(steps) == 5 + 30 + 30
     for (*_, a), (*_, b) in zip(tiny.models(), whole.models(), strict=True):
         assert weights(a) == weights(b)
+
+
+def test_the_same_weights_are_not_measured_twice(tiny, monkeypatch):
+    one = dataclasses.replace(tiny, variants=("kda",), seeds=(0,))
+    first = run(one, progress=False)
+    asked, real = [], recall_job.measure
+    monkeypatch.setattr(recall_job, "measure", lambda *cell: (asked.append(cell[1:]), real(*cell))[1])
+    more = run(dataclasses.replace(one, facts=(1, 3, 16)), progress=False)
+    assert {(kind, facts) for kind, _, facts, _ in asked} == {("facts", 3)}
+    assert [r for r in more["records"] if r["facts"] != 3] == json.loads(json.dumps(first["records"]))
+    asked.clear()
+    other = dataclasses.replace(one, recipe=dataclasses.replace(one.recipe, lr=1e-3))
+    other.restart()
+    run(other, progress=False)
+    assert len(asked) == len(first["records"]), "other weights"
 
 
 def test_another_recipe_is_refused_and_restart_trains_anew(tiny):
