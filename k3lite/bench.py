@@ -10,16 +10,18 @@ import dataclasses
 import importlib
 import json
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from tqdm.auto import tqdm
 
 from k3lite.checkpoint import write_text
 
-BENCHES = ("kda", "decode")
+BENCHES = ("kda", "decode", "mx")
 PATIENCE = 8.0  # seconds after which a slow case is not repeated
 
 
@@ -64,6 +66,17 @@ def row(bench: str, case: str, ours_s: float, peer: str, peer_s: float, dtype: t
     """Two measured times and their ratio."""
     name = str(dtype).removeprefix("torch.")
     return Row(bench, case, ours_s, peer, peer_s, peer_s / ours_s, torch.get_num_threads(), name, device)
+
+
+def imported(module: str, absent: list[str]) -> ModuleType | None:
+    """A part of a peer, a test-only package; None and a remark in `absent` where it cannot be imported."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # fla warns that there is no GPU
+            return importlib.import_module(module)
+    except ImportError as e:
+        package = module.partition(".")[0]
+        absent.append(f"not compared with {package}, which cannot be imported: {e} (`make .venv/.test`)")
+        return None
 
 
 def run(name: str, device: str = "cpu") -> tuple[list[Row], list[str]]:

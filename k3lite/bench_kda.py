@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 
 import torch
@@ -72,14 +71,14 @@ def cpu_peers() -> tuple[dict[str, Op], list[str]]:
     """What the chunk form is compared with, and a remark for each peer that is not installed."""
     peers: dict[str, Op] = {"step by step": kda_recurrent}
     absent = []
-    fla = _imported("fla.ops.kda.naive", absent)
+    fla = bench.imported("fla.ops.kda.naive", absent)
     if fla:
         peers["fla naive chunk"] = lambda *x: fla.naive_chunk_kda(*x, output_final_state=True)
     # transformers binds its names to fla's GPU kernels if it can import fla.
     hidden = {n: sys.modules.pop(n) for n in list(sys.modules) if n.partition(".")[0] == "fla"}
     sys.modules["fla"] = None
     try:
-        transformers = _imported("transformers.models.kimi_linear.modeling_kimi_linear", absent)
+        transformers = bench.imported("transformers.models.kimi_linear.modeling_kimi_linear", absent)
     finally:
         del sys.modules["fla"]
         sys.modules.update(hidden)
@@ -87,17 +86,6 @@ def cpu_peers() -> tuple[dict[str, Op], list[str]]:
         importlib.import_module("transformers").logging.set_verbosity_error()  # else: a word about fla's absence
         peers["transformers"] = lambda *x: transformers.chunk_kimi_delta_attention(*x, output_final_state=True)
     return peers, absent
-
-
-def _imported(module: str, absent: list[str]):
-    try:
-        with warnings.catch_warnings(action="ignore"):  # fla warns that there is no GPU
-            return importlib.import_module(module)
-    except ImportError as e:
-        absent.append(
-            f"not compared with {module.partition('.')[0]}, which cannot be imported: {e} (`make .venv/.test`)"
-        )
-        return None
 
 
 # ---- where the time goes
@@ -152,7 +140,7 @@ def gpu_cases(
 ) -> Iterator[bench.Row | str]:
     """The Triton kernels beside fla's: forward, forward + backward, one token; errors against the fp32 recurrence."""
     absent: list[str] = []
-    fla = _imported("fla.ops.kda", absent)
+    fla = bench.imported("fla.ops.kda", absent)
     yield from absent
     given = inputs(T, H, K, dtype, device)
     token = tuple(x[:, :1].contiguous() for x in given)

@@ -34,12 +34,18 @@ def grouped_experts(
     w1 (gate), w3 (up): [E,I,D].   w2 (down): [E,D,I].   act(gate, up): the gated activation.
     Products run in z's dtype, the weighted sum in fp32 (k3-architecture §2.4).
     """
+    # unbind, not w1[e]: its backward builds the gradient of all experts once, not once for each
+    a, b, c = w1.unbind(), w3.unbind(), w2.unbind()
+    return by_expert(z, experts, weights, len(a), lambda e, x: act(x @ a[e].T, x @ b[e].T) @ c[e].T)
+
+
+def by_expert(
+    z: Tensor, experts: Tensor, weights: Tensor, count: int, run: Callable[[int, Tensor], Tensor]
+) -> Tensor:  # fmt: skip
+    """As `grouped_experts`, with run(e, x [n,D]) -> [n,D] in place of the weights of `count` experts."""
     N, k = experts.shape
     order = experts.flatten().argsort(stable=True)
-    tokens = order // k
-    counts = experts.flatten().bincount(minlength=w1.shape[0]).tolist()
-    # unbind, not w1[e]: its backward builds the gradient of all experts once, not once for each
-    groups = zip(z[tokens].split(counts), w1.unbind(), w3.unbind(), w2.unbind(), strict=True)
-    out = torch.cat([act(x @ a.T, x @ b.T) @ c.T for x, a, b, c in groups if len(x)])
+    groups = z[order // k].split(experts.flatten().bincount(minlength=count).tolist())
+    out = torch.cat([run(e, x) for e, x in enumerate(groups) if len(x)])
     out = out[order.argsort()].unflatten(0, (N, k))
     return (weights.unsqueeze(-1) * upcast(out)).sum(1).to(z.dtype)
