@@ -77,7 +77,7 @@ class K3Config:
     topk_method: str = "noaux_tc"
 
     # Depth, norms, ends
-    attn_res_block_size: int | None = None  # counted in decoder layers; None: plain residual sum
+    attn_res_block_size: float | None = None  # in decoder layers; 0.5, a sub-layer: Full AttnRes; None: residual sum
     rms_norm_eps: float = 1e-5
     initializer_range: float = 0.02
     max_position_embeddings: int = 1_048_576
@@ -245,6 +245,8 @@ def _check(c: K3Config) -> None:
     for name in ("q_lora_rank", "routed_expert_hidden_size", "attn_res_block_size"):
         value = getattr(c, name)
         _want(value is None or value > 0, name, value, "a positive number or null")
+    block = c.attn_res_block_size
+    _want(block is None or 2 * block % 1 == 0, "attn_res_block_size", block, "whole or half layers, or null")
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = getattr(c, name)
         _want(

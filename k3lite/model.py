@@ -3,7 +3,7 @@
     h = embedding;  B = []
     for each layer i:
         a = mix(B + [h])                       what attention reads (layer 0: h)
-        every attn_res_block_size layers: B += [h], h = 0
+        every attn_res_block_size layers: B += [h], h = 0     0.5: every sub-layer (Full AttnRes)
         h = h + Attn_i(RMSNorm(a))             KDA or gated MLA
         m = mix(B + [h])
         h = h + FFN_i(RMSNorm(m))              dense MLP or LatentMoE
@@ -65,11 +65,14 @@ class DecoderLayer(nn.Module):
         stream.add(self.self_attn(x, state, attn_mask, cu_seqlens))
 
         x = self.post_attention_layernorm(stream.read(self, "mlp_res"))
+        stream.seal_before(self.index + 0.5)
         stream.add(self.block_sparse_moe(x, mask) if self.moe else self.mlp(x))
 
 
 class K3Model(nn.Module):
     """Token ids [B,T] -> hidden states [B,T,d] after the final norm."""
+
+    stream_type = DepthStream  # one model's may be set to a kind that also watches or changes what is read
 
     def __init__(self, config: K3Config) -> None:
         super().__init__()
@@ -86,7 +89,7 @@ class K3Model(nn.Module):
         if cache is not None:
             cache.extend(ids.shape[1], mask)
         key_mask = mask if cache is None else cache.mask
-        stream = DepthStream(self.embed_tokens(ids), config.attn_res_block_size, config.rms_norm_eps)
+        stream = self.stream_type(self.embed_tokens(ids), config.attn_res_block_size, config.rms_norm_eps)
         for i, layer in enumerate(self.layers):
             layer(stream, cache.layers[i] if cache else None, mask, key_mask, cu_seqlens)
         return self.norm(stream.read(self, "output_attn_res"))
