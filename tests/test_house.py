@@ -15,6 +15,8 @@ ORDER = [
     "config",
     "budget",
     "ops",
+    "balance",
+    "moonep",
     "pages",
     "cache",
     "attn_res",
@@ -26,10 +28,12 @@ ORDER = [
     "checkpoint",
     "generate",
     "train",
+    "parallel",
     "tasks",
     "bench",
     "bench_kda",
     "bench_decode",
+    "bench_moe",
     "cli",
 ]
 
