@@ -271,28 +271,30 @@ def test_the_shipped_figures_are_complete(shipped):
     assert sorted(measured) == sorted((*who, *cell) for who in wanted for cell in exam_cells(Job.lengths, Job.facts))
 
 
-def test_controls_score_chance(shipped):
-    controls = [r for r in shipped["records"] if r["kind"] == "control"]
-    asked = sum(r["questions"] for r in controls)
-    share = sum(r["recall"] * r["questions"] for r in controls) / asked
-    p = CHANCE["recall"]
-    assert share < p + 4 * (p * (1 - p) / asked) ** 0.5
-    assert all(r["recall"] < p + 4.5 * (p * (1 - p) / r["questions"]) ** 0.5 for r in controls)
+FILES = {"recall": [(v, WIDTH) for v in Job.variants], "width-48": [("kda", 48)], "ratio-1-1": [("1:1", WIDTH)]}
 
 
-def test_errors_are_small_enough_to_tell_siblings_apart(shipped):
-    for r in shipped["records"]:
-        assert r["recall_error"] < 0.065, r
-
-
-def test_every_shipped_model_was_made_by_the_recipe_of_the_command(shipped):
-    for entry in shipped["models"]:
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_shipped_was_made_by_the_recipe_of_the_command(name):
+    result = json.loads((SHIPPED / f"{name}.json").read_text())
+    made = [(m["variant"], m["width"], m["seed"]) for m in result["models"]]
+    assert made == [(*who, seed) for seed in Job.seeds for who in FILES[name]]
+    for entry in result["models"]:
         card = entry["card"]
         assert card["recipe"] == dataclasses.asdict(dataclasses.replace(RECIPE, seed=entry["seed"]))
         assert (card["variant"], card["width"], card["layers"]) == (entry["variant"], entry["width"], 4)
         assert (card["trained_length"], card["tokens_per_step"]) == (TRAINED_LENGTH, TOKENS_PER_STEP)
-    sizes = {entry["parameters"] for entry in shipped["models"]}
-    assert max(sizes) < 1.01 * min(sizes)
+        assert 148_500 < entry["parameters"] < 149_900
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_controls_score_chance_and_errors_are_small(name):
+    result = json.loads((SHIPPED / f"{name}.json").read_text())
+    controls, p = [r for r in result["records"] if r["kind"] == "control"], CHANCE["recall"]
+    asked = sum(r["questions"] for r in controls)
+    assert sum(r["recall"] * r["questions"] for r in controls) / asked < p + 4 * (p * (1 - p) / asked) ** 0.5
+    assert all(r["recall"] < p + 4.5 * (p * (1 - p) / r["questions"]) ** 0.5 for r in controls)
+    assert all(r["recall_error"] < 0.065 for r in result["records"])
 
 
 @pytest.mark.parametrize("variant", Job.variants)
