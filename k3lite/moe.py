@@ -44,7 +44,7 @@ def choose(scores: Tensor, bias: Tensor, k: int) -> Tensor:
     return ids[:, :k]
 
 
-def alone(statistic: Tensor) -> Tensor:
+def on_one_rank(statistic: Tensor) -> Tensor:
     """What `Router.reduce` and `Router.gather` are on a single rank."""
     return statistic
 
@@ -67,8 +67,8 @@ class Router(nn.Module):
             torch.zeros(config.num_experts, dtype=torch.float32), requires_grad=False
         )
         self.rule, self.rate, self.auxiliary_weight = "quantile", 1e-3, 0.01
-        self.reduce: Callable[[Tensor], Tensor] = alone
-        self.gather: Callable[[Tensor], Tensor] = alone
+        self.reduce: Callable[[Tensor], Tensor] = on_one_rank
+        self.gather: Callable[[Tensor], Tensor] = on_one_rank
         # Of the last training batch, for `balance`; a second forward of it, as in activation checkpointing, counts once.
         self.seen_scores: Tensor | None = None
         self.seen_counts: Tensor | None = None  # [E] how often each expert was chosen by real tokens
