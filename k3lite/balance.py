@@ -28,7 +28,7 @@ def quantile_balanced_bias(scores: Tensor, bias: Tensor, k: int) -> Tensor:
     N, E = scores.shape
     if k >= E or N == 0:  # every expert is always chosen; nothing to learn from
         return bias
-    needed = _needed(scores, bias, k)
+    needed = _needed(scores.detach(), bias, k)
     return _centred(needed.T.contiguous().kthvalue(N * k // E + 1).values)
 
 

@@ -65,14 +65,21 @@ class GroupedProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_out: Tensor) -> tuple[Tensor, Tensor, None]:
         x, w = ctx.saved_tensors
-        dx, dw = torch.empty_like(x), torch.empty_like(w)
-        idle = torch.ones(len(w), dtype=torch.bool, device=w.device)
-        idle[[e for e, _ in ctx.groups]] = False
-        dw[idle] = 0
-        for e, x_e, dx_e, d_out_e in _parts(ctx.groups, x, dx, d_out):
-            torch.mm(d_out_e, w[e], out=dx_e)
-            torch.mm(d_out_e.T, x_e, out=dw[e])
-        return dx, dw, None
+        dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        if dx is not None:
+            for e, dx_e, d_out_e in _parts(ctx.groups, dx, d_out):
+                torch.mm(d_out_e, w[e], out=dx_e)
+        return dx, _of_weights(x, w, d_out, ctx.groups) if ctx.needs_input_grad[1] else None, None
+
+
+def _of_weights(x: Tensor, w: Tensor, d_out: Tensor, groups: list[tuple[int, int]]) -> Tensor:
+    """The gradient of w."""
+    dw, idle = torch.empty_like(w), torch.ones(len(w), dtype=torch.bool, device=w.device)
+    idle[[e for e, _ in groups]] = False
+    dw[idle] = 0
+    for e, x_e, d_out_e in _parts(groups, x, d_out):
+        torch.mm(d_out_e.T, x_e, out=dw[e])
+    return dw
 
 
 def _parts(groups: list[tuple[int, int]], *tensors: Tensor) -> Iterator[tuple[int | Tensor, ...]]:

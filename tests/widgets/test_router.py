@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from statistics import median
 
 import plotly.graph_objects as go
 import pytest
@@ -232,7 +233,7 @@ def test_every_control_has_its_label_and_a_step_is_not_slow(box):
     box.controls["rule"].value = "quantile"
     times = []
     for _ in range(LAST_STEP):
-        start = time.perf_counter()
+        start = time.thread_time()
         box.controls["next"].click()
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.2
+        times.append(time.thread_time() - start)
+    assert median(times) < 0.2  # CPU seconds
