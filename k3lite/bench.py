@@ -10,9 +10,11 @@ import dataclasses
 import importlib
 import json
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TypeVar
 
 import torch
@@ -21,7 +23,7 @@ from tqdm.auto import tqdm
 from k3lite.checkpoint import write_text
 
 K = TypeVar("K")
-BENCHES = ("kda", "decode", "moe")
+BENCHES = ("kda", "decode", "moe", "mx")
 PATIENCE = 8.0  # seconds after which a slow case is not repeated
 
 
@@ -75,6 +77,17 @@ def row(bench: str, case: str, ours_s: float, peer: str, peer_s: float, dtype: t
     """Two measured times and their ratio."""
     name = str(dtype).removeprefix("torch.")
     return Row(bench, case, ours_s, peer, peer_s, peer_s / ours_s, torch.get_num_threads(), name, device)
+
+
+def imported(module: str, absent: list[str]) -> ModuleType | None:
+    """A part of a peer, a test-only package; None and a remark in `absent` where it cannot be imported."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # fla warns that there is no GPU
+            return importlib.import_module(module)
+    except ImportError as e:
+        package = module.partition(".")[0]
+        absent.append(f"not compared with {package}, which cannot be imported: {e} (`make .venv/.test`)")
+        return None
 
 
 def run(name: str, device: str = "cpu") -> tuple[list[Row], list[str]]:

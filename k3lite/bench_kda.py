@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 
 import torch
@@ -72,7 +71,7 @@ def cpu_peers() -> tuple[dict[str, Op], list[str]]:
     """What the chunk form is compared with, and a remark for each peer that is not installed."""
     peers: dict[str, Op] = {"step by step": kda_recurrent}
     absent = []
-    fla = _imported("fla.ops.kda.naive", absent)
+    fla = bench.imported("fla.ops.kda.naive", absent)
     if fla:
         peers["fla naive chunk"] = lambda *x: fla.naive_chunk_kda(*x, output_final_state=True)
     transformers = kimi_linear(absent)
@@ -87,24 +86,13 @@ def kimi_linear(absent: list[str]):
     hidden = {n: sys.modules.pop(n) for n in list(sys.modules) if n.partition(".")[0] == "fla"}
     sys.modules["fla"] = None
     try:
-        module = _imported("transformers.models.kimi_linear.modeling_kimi_linear", absent)
+        module = bench.imported("transformers.models.kimi_linear.modeling_kimi_linear", absent)
     finally:
         del sys.modules["fla"]
         sys.modules.update(hidden)
     if module:
         importlib.import_module("transformers").logging.set_verbosity_error()  # else: a word about fla's absence
     return module
-
-
-def _imported(module: str, absent: list[str]):
-    try:
-        with warnings.catch_warnings(action="ignore"):  # fla warns that there is no GPU
-            return importlib.import_module(module)
-    except ImportError as e:
-        absent.append(
-            f"not compared with {module.partition('.')[0]}, which cannot be imported: {e} (`make .venv/.test`)"
-        )
-        return None
 
 
 # ---- where the time goes
@@ -159,7 +147,7 @@ def gpu_cases(
 ) -> Iterator[bench.Row | str]:
     """The Triton kernels beside fla's: forward, forward + backward, one token; errors against the fp32 recurrence."""
     absent: list[str] = []
-    fla = _imported("fla.ops.kda", absent)
+    fla = bench.imported("fla.ops.kda", absent)
     yield from absent
     given = inputs(T, H, K, dtype, device)
     token = tuple(x[:, :1].contiguous() for x in given)

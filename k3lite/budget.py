@@ -13,6 +13,7 @@ from k3lite.config import MX_BLOCK, K3Config
 GIB = 2**30
 MIB = 2**20
 KIB = 2**10
+MXFP4_BLOCK = 32  # numbers that share a scale byte
 
 
 # ---- parameters
@@ -58,6 +59,55 @@ def active_parameters(c: K3Config, input_embedding: bool = False) -> int:
 def expert_parameters(c: K3Config) -> int:
     """One routed expert: gate, up and down matrices."""
     return 3 * c.moe_intermediate_size * c.expert_width
+
+
+def expert_bytes(c: K3Config, number_bytes: int = 2) -> int:
+    """One routed expert: 4.25 bits a number if the config packs MXFP4 (half a byte, and a scale byte for 32), else number_bytes."""
+    numbers = expert_parameters(c)
+    return numbers // 2 + numbers // MXFP4_BLOCK if c.packs_mxfp4 else numbers * number_bytes
+
+
+@dataclass(frozen=True)
+class CheckpointBytes:
+    """Bytes of the tensors in a checkpoint of the text model, without the header of its files."""
+
+    experts: int  # routed: MXFP4 codes, or plain numbers where nothing is packed
+    scales: int  # of those codes
+    rest: int
+
+    @property
+    def routed(self) -> int:
+        return self.experts + self.scales
+
+    @property
+    def total(self) -> int:
+        return self.routed + self.rest
+
+
+def checkpoint_bytes(c: K3Config, number_bytes: int = 2) -> CheckpointBytes:
+    """What `checkpoint.save_model` writes for a model of this config, its experts packed if the config packs MXFP4.
+
+    number_bytes: width of a number in the model's dtype. Convolutions, decay rates, their biases, head norms and balancing biases are
+    fp32 all the same, as in K3's files; those pad `A_log` to 128 numbers, 8,832 bytes that are not counted here.
+    Source: k3-architecture §3.4, §4.
+    """
+    parts, experts = parameters(c), c.num_moe_layers * c.num_experts
+    routed = parts.pop("routed_experts")
+    scales = routed // MXFP4_BLOCK if c.packs_mxfp4 else 0
+    return CheckpointBytes(
+        experts=experts * expert_bytes(c, number_bytes) - scales,
+        scales=scales,
+        rest=sum(parts.values()) * number_bytes + fp32_numbers(c) * (4 - number_bytes),
+    )
+
+
+def fp32_numbers(c: K3Config) -> int:
+    """Parameters that are fp32 whatever the model's dtype (k3-architecture §4)."""
+    a = c.linear_attn_config
+    kda = (
+        3 * c.kda_width * a.short_conv_kernel_size + a.num_heads + c.kda_width + a.head_dim
+    )  # conv, A_log, dt_bias, o_norm
+    return c.num_kda_layers * kda + c.num_moe_layers * c.num_experts
 
 
 def kda_layer_parameters(c: K3Config) -> int:
@@ -272,8 +322,7 @@ def weight_bytes(c: K3Config, rows: int, number_bytes: int = 2) -> int:
     """
     parts = parameters(c)
     everywhere = sum(parts.values()) - parts["embed_tokens"] - parts["routed_experts"]
-    expert = expert_parameters(c) * (17 / 32 if c.packs_mxfp4 else number_bytes)  # 32 half bytes and a scale
-    return everywhere * number_bytes + round(c.num_moe_layers * experts_met(c, rows) * expert)
+    return everywhere * number_bytes + round(c.num_moe_layers * experts_met(c, rows) * expert_bytes(c, number_bytes))
 
 
 NUMBERS = {"fp64": 8, "fp32": 4, "bf16": 2, "mxfp8": 1}  # bytes of a number on the wire

@@ -1,7 +1,8 @@
 """Checkpoints: a folder with config.json and safetensors under the released tensor names. No pickle.
 
 k3lite keeps the experts of a layer stacked (w1 [E,I,D]); files hold one tensor per expert
-(`experts.{e}.w1.weight`). `A_log` is one number per head here; files store it flat, padded to 128 (K3) or as
+(`experts.{e}.w1.weight`), or two where the experts are packed in MXFP4 (`weight_packed`, `weight_scale`). Which it is
+is decided by the tensors that are there, on both ways, whatever the config says of quantisation (k3-architecture §7.12). `A_log` is one number per head here; files store it flat, padded to 128 (K3) or as
 [1,1,H,1] (Kimi Linear), so a loader flattens it and takes the first H. Source: k3-architecture §4, §7.4.
 """
 
@@ -22,11 +23,14 @@ from torch import Tensor
 
 from k3lite.config import K3Config
 from k3lite.model import K3ForCausalLM
+from k3lite.moe import LatentMoE
+from k3lite.packed import PackedExperts
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PREFIX = "language_model."  # of the text model in K3's files
-_STACKED = re.compile(r"(.*\.experts)\.(w[123])$")
+_STACKED = re.compile(r"(.*\.experts)\.(w[123])(|_packed|_scale)$")
+_PACKED = re.compile(r"(.*)\.experts\.\d+\.w[123]\.weight_(?:packed|scale)$")
 # transformers 5.24 saves a dense layer's MLP under the experts' name; the released files say `mlp`.
 _DENSE_MLP = re.compile(r"\.block_sparse_moe\.((?:gate|up|down)_proj\.weight)$")
 
@@ -43,7 +47,7 @@ def released_tensors(model: K3ForCausalLM) -> Iterator[tuple[str, Tensor]]:
             yield name, p
             continue
         for e, w in enumerate(p):
-            yield f"{stacked[1]}.{e}.{stacked[2]}.weight", w
+            yield f"{stacked[1]}.{e}.{stacked[2]}.weight{stacked[3]}", w
 
 
 def save_model(model: K3ForCausalLM, folder: str | Path, metadata: dict[str, str] | None = None) -> None:
@@ -62,12 +66,14 @@ def load_model(
 ) -> K3ForCausalLM:
     """Read a model in eval mode. Raises CheckpointError listing every wrong, missing or unknown tensor.
 
+    Layers whose experts are packed in the files get `PackedExperts`; see `packed.unpack_experts` to train on.
     make: builds the model from its config, where it is not quite K3 (see `tasks/siblings.py`).
     """
     folder = Path(folder)
     config = K3Config.from_json(folder) if config is None else config
     files = _files(folder)
     model = make(config)
+    _keep_packed(model, files)
     wanted = dict(released_tensors(model))
     found: dict[str, Path] = {}
     problems: list[str] = []
@@ -82,6 +88,8 @@ def load_model(
                     problems.append(f"{name}: unknown")
                 elif not _fits(name, shape := tuple(f.get_slice(raw).get_shape()), wanted[name]):
                     problems.append(f"{name}: shape {shape}, wanted {tuple(wanted[name].shape)}")
+                elif (f.get_slice(raw).get_dtype() == "U8") != (wanted[name].dtype == torch.uint8):
+                    problems.append(f"{name}: dtype {f.get_slice(raw).get_dtype()}, wanted {wanted[name].dtype}")
     problems += [f"{name}: missing" for name in wanted if name not in found]
     if problems:
         shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
@@ -93,6 +101,22 @@ def load_model(
                     target = wanted[_name(raw)]
                     target.copy_(f.get_tensor(raw).flatten()[: target.numel()].view_as(target))
     return model.eval()
+
+
+def _keep_packed(model: K3ForCausalLM, files: list[Path]) -> None:
+    """Give the layers whose experts are packed in `files` the modules for that."""
+    layers = set()
+    for path in files:
+        with open_safetensors(path) as f:
+            layers |= {match[1] for raw in f.keys() if (match := _PACKED.fullmatch(_name(raw)))}
+    for name, layer in model.named_modules():
+        if name in layers and isinstance(layer, LatentMoE):
+            try:
+                layer.experts = PackedExperts(layer.experts)
+            except ValueError as e:
+                raise CheckpointError(
+                    f"{files[0].parent}: packed, which this config forbids: {name}.experts.{e}"
+                ) from e
 
 
 def _name(raw: str) -> str:

@@ -85,7 +85,7 @@ def test_time_shares_add_up():
 
 def test_the_script_for_a_gpu_runs_interpreted(monkeypatch):
     """Sizes aside, all of it but fla's kernels, which need a GPU."""
-    monkeypatch.setattr(bench_kda, "_imported", lambda module, absent: absent.append(f"without {module}"))
+    monkeypatch.setattr(bench, "imported", lambda module, absent: absent.append(f"without {module}"))
     monkeypatch.setattr(bench, "seconds", lambda work, device: work() or 1.0)
     made = list(bench_kda.gpu_cases("cpu", H=1, K=16, T=20))
     assert [m for m in made if "without a peer" in m] == made[3:] and len(made) == 6

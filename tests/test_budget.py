@@ -14,6 +14,7 @@ from tests.helpers import tiny
 
 K3 = K3Config.preset("kimi-k3")
 LINEAR = K3Config.preset("kimi-linear-48b")
+FP32 = ("conv1d.weight", "A_log", "dt_bias", "o_norm.weight", "e_score_correction_bias")
 MILLION = 1_048_576  # the context limit of both
 
 
@@ -69,6 +70,47 @@ def test_k3_tiny_totals():
     config = K3Config.preset("k3-tiny")
     assert sum(budget.parameters(config).values()) == 125_988
     assert budget.active_parameters(config) == 107_556
+
+
+# ---- bytes of a checkpoint
+
+
+def test_bytes_of_k3s_checkpoint():
+    """k3-architecture §3.4. The released files pad 69 x (128 - 96) decay rates in fp32."""
+    made, padding = budget.checkpoint_bytes(K3), 69 * 32 * 4
+    assert (made.experts, made.scales) == (1_361_370_415_104, 85_085_650_944)
+    assert made.routed == 1_446_456_066_048 and made.rest + padding == 113_509_540_864
+    vision = 2 * (401_214_464 + 46_144_512)
+    assert made.total + padding + vision == 1_560_860_324_864
+    assert made.routed / (made.total + padding + vision) == pytest.approx(0.9267, abs=5e-5)
+
+
+def test_what_packing_saves():
+    plain = budget.checkpoint_bytes(dataclasses.replace(K3, quantization_config=None))
+    packed = budget.checkpoint_bytes(K3)
+    assert plain.experts == plain.routed == 5_445_481_660_416 and plain.scales == 0 and plain.rest == packed.rest
+    assert packed.routed / plain.routed == 17 / 64  # 4.25 bits of 16: 26.56 %
+    assert plain.routed / packed.routed == pytest.approx(3.765, abs=5e-4)
+    stored = sum(budget.parameters(K3).values())
+    assert 8 * packed.routed / budget.parameters(K3)["routed_experts"] == 4.25
+    assert 8 * packed.total / stored == pytest.approx(4.49, abs=5e-3)
+
+
+def test_bytes_of_one_expert_and_of_those_a_token_meets():
+    assert budget.expert_bytes(K3) == 17_547_264
+    assert K3.num_moe_layers * K3.num_experts_per_token * budget.expert_bytes(K3) == 25_829_572_608
+    assert budget.expert_bytes(LINEAR) == 2 * budget.expert_parameters(LINEAR)
+
+
+@pytest.mark.parametrize("kind", ["k3", "linear"])
+@pytest.mark.parametrize("dtype, number_bytes", [("float32", 4), ("bfloat16", 2)])
+def test_bytes_are_those_of_the_tensors(kind, dtype, number_bytes):
+    config = tiny(kind, dtype=dtype)
+    with torch.device("meta"):
+        tensors = K3ForCausalLM(config).state_dict()
+    made = budget.checkpoint_bytes(config, number_bytes)
+    assert made.total == sum(t.numel() * t.element_size() for t in tensors.values())
+    assert budget.fp32_numbers(config) == sum(t.numel() for n, t in tensors.items() if n.endswith(FP32))
 
 
 CONFIGS = {name: K3Config.preset(name) for name in presets()} | {

@@ -1,5 +1,6 @@
 """Checkpoints: what is written reads back bit for bit, what is wrong is listed, and no half file is left behind."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,11 +8,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import k3lite.checkpoint
+from k3lite import budget
 from k3lite.checkpoint import CheckpointError, load_model, released_tensors, save_model, write_text
 from k3lite.config import ConfigError, K3Config
+from k3lite.generate import generate
+from k3lite.packed import PackedExperts, pack_experts
 from tests.helpers import random_model, tiny
 
 IDS = torch.arange(1, 9).unsqueeze(0)
+FP32 = ("conv1d.weight", "A_log", "dt_bias", "o_norm.weight", "e_score_correction_bias")  # in a bf16 model too
 
 
 @pytest.fixture(params=["k3", "linear"])
@@ -51,9 +56,8 @@ def test_bf16_model(tmp_path):
     """bf16 weights beside fp32 convolutions, gates and biases: each in its own dtype, in the file and in the model."""
     model = random_model(tiny("k3", dtype="bfloat16"))
     save_model(model, tmp_path)
-    fp32 = ("conv1d.weight", "A_log", "dt_bias", "o_norm.weight", "e_score_correction_bias")
     for name, t in read(tmp_path).items():
-        assert t.dtype == (torch.float32 if name.endswith(fp32) else torch.bfloat16), name
+        assert t.dtype == (torch.float32 if name.endswith(FP32) else torch.bfloat16), name
     loaded = load_model(tmp_path)
     assert torch.equal(model(IDS).logits, loaded(IDS).logits)
 
@@ -113,6 +117,40 @@ def test_names_of_the_tiny_released_layout(tmp_path):
         wanted |= {f"model.layers.{i}.{n}": shape for n, shape in (layer | parts).items()}
     assert len(wanted) == 102 and shapes == wanted
     assert sum(torch.Size(s).numel() for s in shapes.values()) == 125_988
+
+
+def test_names_of_the_tiny_released_layout_packed(tmp_path):
+    """Shared sheet §4.1: 126 tensors packed; each expert weight becomes two, nothing else changes."""
+    model = random_model(K3Config.preset("k3-tiny"))
+    save_model(model, tmp_path / "plain")
+    pack_experts(model)
+    save_model(model, tmp_path / "packed")
+    plain, packed = read(tmp_path / "plain"), read(tmp_path / "packed")
+    experts = {n for n in plain if ".experts." in n}
+    assert len(plain) == 102 and len(experts) == 24 and len(packed) == 126
+    for name in experts:
+        codes, scales = packed.pop(f"{name}_packed"), packed.pop(f"{name}_scale")
+        assert codes.dtype == scales.dtype == torch.uint8 and codes.shape == (32, 16) and scales.shape == (32, 1)
+    assert packed.keys() == plain.keys() - experts
+    assert all(torch.equal(t, plain[n]) for n, t in packed.items())
+
+
+@pytest.mark.parametrize("dtype, number_bytes", [("float32", 4), ("bfloat16", 2)])
+@pytest.mark.parametrize("pack", [False, True], ids=["plain", "packed"])
+def test_bytes_on_disk_are_what_the_budget_says(tmp_path, dtype, number_bytes, pack):
+    config = dataclasses.replace(K3Config.preset("k3-tiny"), dtype=dtype)
+    model = random_model(config)
+    if pack:
+        pack_experts(model)
+    else:
+        config = dataclasses.replace(config, quantization_config=None)
+    save_model(model, tmp_path)
+    want = budget.checkpoint_bytes(config, number_bytes)
+    header = int.from_bytes((tmp_path / "model.safetensors").read_bytes()[:8], "little") + 8
+    assert (tmp_path / "model.safetensors").stat().st_size - header == want.total
+    held = {n: t.numel() * t.element_size() for n, t in read(tmp_path).items()}
+    assert sum(b for n, b in held.items() if ".experts." in n) == want.routed
+    assert sum(b for n, b in held.items() if n.endswith("weight_scale")) == want.scales
 
 
 def test_metadata(model, tmp_path):
@@ -306,3 +344,92 @@ def test_every_expert_is_a_tensor_of_its_own(model):
     for e in range(6):
         assert torch.equal(tensors[f"model.layers.1.block_sparse_moe.experts.{e}.w1.weight"], stacked[e])
     assert not any(n.endswith(("experts.w1", "experts.w2", "experts.w3")) for n in tensors)
+
+
+# ---- packed experts
+
+
+@pytest.fixture
+def saved_packed(tmp_path):
+    """A packed checkpoint to damage, its tensors, and the model."""
+    model = random_model(K3Config.preset("k3-tiny"))
+    pack_experts(model)
+    save_model(model, tmp_path)
+    return tmp_path, read(tmp_path), model
+
+
+def test_packed_round_trip(saved_packed):
+    folder, tensors, model = saved_packed
+    loaded = load_model(folder)
+    assert not any(m.training for m in loaded.modules())
+    for (name, p), (other, q) in zip(model.state_dict().items(), loaded.state_dict().items(), strict=True):
+        assert name == other and torch.equal(p, q) and p.dtype == q.dtype
+    assert torch.equal(model(IDS).logits, loaded(IDS).logits)
+    assert torch.equal(generate(model, IDS, 8), generate(loaded, IDS, 8))
+    save_model(loaded, folder)
+    assert all(torch.equal(t, tensors[n]) for n, t in read(folder).items())
+
+
+def test_the_tensors_decide_and_not_the_config(saved_packed):
+    """The config's list does not name what K3's files leave unpacked (k3-architecture §7.12), so it is not asked."""
+    folder, tensors, model = saved_packed
+    plain = dataclasses.replace(model.config, quantization_config=None)
+    assert torch.equal(load_model(folder, plain)(IDS).logits, model(IDS).logits)
+    first = "model.layers.1.block_sparse_moe.experts."  # this layer plain, the other one packed
+    dense = random_model(model.config)
+    mixed = {n: t for n, t in tensors.items() if not n.startswith(first)}
+    rewrite(folder, mixed | {n: t.clone() for n, t in released_tensors(dense) if n.startswith(first)})
+    layers = load_model(folder).model.layers
+    kinds = [isinstance(layers[i].block_sparse_moe.experts, PackedExperts) for i in (1, 2)]
+    assert kinds == [False, True]
+
+
+def test_packed_with_prefix_and_in_shards(saved_packed):
+    """As K3's files are: a weight's codes and its scales may lie in different shards."""
+    folder, tensors, model = saved_packed
+    (folder / "model.safetensors").unlink()
+    shards, weight_map = ({}, {}), {}
+    for name, t in tensors.items():
+        i = name.endswith("weight_scale")
+        shards[i][f"language_model.{name}"] = t
+        weight_map[f"language_model.{name}"] = f"model-{i:d}.safetensors"
+    for i, shard in enumerate(shards):
+        save_file(shard, folder / f"model-{i}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert torch.equal(load_model(folder)(IDS).logits, model(IDS).logits)
+
+
+def test_problems_of_packed_tensors_are_listed(saved_packed):
+    folder, tensors, _ = saved_packed
+    expert = "model.layers.1.block_sparse_moe.experts.0."
+    del tensors[expert + "w1.weight_scale"]
+    tensors[expert + "w2.weight_packed"] = torch.zeros(32, 32, dtype=torch.uint8)
+    tensors[expert + "w3.weight_packed"] = tensors[expert + "w3.weight_packed"].float()
+    tensors[expert + "w3.weight"] = torch.zeros(32, 32)
+    tensors["model.layers.1.block_sparse_moe.shared_experts.up_proj.weight_packed"] = torch.zeros(64, 32).byte()
+    tensors["model.layers.9.block_sparse_moe.experts.0.w1.weight_packed"] = torch.zeros(32, 16).byte()
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].byte()
+    rewrite(folder, tensors)
+    with pytest.raises(CheckpointError) as e:
+        load_model(folder)
+    for problem in (
+        f"{expert}w1.weight_scale: missing",
+        f"{expert}w2.weight_packed: shape (32, 32), wanted (32, 16)",
+        f"{expert}w3.weight_packed: dtype F32, wanted torch.uint8",
+        f"{expert}w3.weight: unknown",
+        "shared_experts.up_proj.weight_packed: unknown",
+        "model.layers.9.block_sparse_moe.experts.0.w1.weight_packed: unknown",
+        "lm_head.weight: dtype U8, wanted torch.float32",
+    ):
+        assert problem in str(e.value)
+
+
+def test_packed_files_for_widths_that_cannot_be_packed(saved):
+    folder, tensors = saved
+    name = "model.layers.1.block_sparse_moe.experts.0.w1.weight"
+    del tensors[name]
+    rewrite(
+        folder, tensors | {f"{name}_packed": torch.zeros(16, 12).byte(), f"{name}_scale": torch.zeros(16, 1).byte()}
+    )
+    with pytest.raises(CheckpointError, match=r"layers.1.block_sparse_moe.experts.w1: got an input width of 24"):
+        load_model(folder)

@@ -17,6 +17,8 @@ ORDER = [
     "ops",
     "balance",
     "moonep",
+    "minifloat",
+    "mx",
     "pages",
     "cache",
     "attn_res",
@@ -24,6 +26,7 @@ ORDER = [
     "kda",
     "mla",
     "moe",
+    "packed",
     "model",
     "checkpoint",
     "generate",
@@ -34,6 +37,7 @@ ORDER = [
     "bench_kda",
     "bench_decode",
     "bench_moe",
+    "bench_mx",
     "cli",
 ]
 
@@ -74,7 +78,8 @@ def test_budget_and_config_need_the_standard_library_only():
 def test_every_module_imports_where_triton_and_jupyter_do_not_exist():
     """All but the Triton kernels themselves, which are imported when they are asked for."""
     modules = [".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for p in MODULES]
-    modules.remove("k3lite.ops.kda_triton")
+    for name in ("kda_triton", "mx_triton"):
+        modules.remove(f"k3lite.ops.{name}")
     blocked = ["triton", "plotly", "ipywidgets", "IPython", "anywidget"]
     code = f"import sys, importlib\nfor n in {blocked}: sys.modules[n] = None\nfor m in {modules}: importlib.import_module(m)\n"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

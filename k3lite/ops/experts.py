@@ -36,13 +36,30 @@ def grouped_experts(
     Products run in z's dtype, the weighted sum in fp32 (k3-architecture §2.4).
     Time and bytes follow the experts that somebody chose, not E; only the gradients of w1, w3, w2 are as large as they.
     """
-    ids, order = experts.flatten().sort(stable=True)
-    chosen, counts = ids.unique_consecutive(return_counts=True)
-    groups = list(zip(chosen.tolist(), counts.tolist(), strict=True))
+    groups, order = _grouped(experts)
     x = z[order // experts.shape[1]]
     hidden = act(GroupedProduct.apply(x, w1, groups), GroupedProduct.apply(x, w3, groups))
-    out = GroupedProduct.apply(hidden, w2, groups)[order.argsort()].unflatten(0, experts.shape)
-    return (weights.unsqueeze(-1) * upcast(out)).sum(1).to(z.dtype)
+    return _weighted(GroupedProduct.apply(hidden, w2, groups), order, weights).to(z.dtype)
+
+
+def by_expert(z: Tensor, experts: Tensor, weights: Tensor, run: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """As `grouped_experts`, with run(e, x [n,D]) -> [n,D] in place of the weights of the experts."""
+    groups, order = _grouped(experts)
+    parts = _parts(groups, z[order // experts.shape[1]])
+    return _weighted(torch.cat([z[:0], *(run(e, x) for e, x in parts)]), order, weights).to(z.dtype)
+
+
+def _grouped(experts: Tensor) -> tuple[list[tuple[int, int]], Tensor]:
+    """(expert, rows) of all that were chosen, and the order of choices that puts each one's rows together."""
+    ids, order = experts.flatten().sort(stable=True)
+    chosen, counts = ids.unique_consecutive(return_counts=True)
+    return list(zip(chosen.tolist(), counts.tolist(), strict=True)), order
+
+
+def _weighted(out: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """Rows of experts [Nk,D], back in their places and added up."""
+    out = out[order.argsort()].unflatten(0, weights.shape)
+    return (weights.unsqueeze(-1) * upcast(out)).sum(1)
 
 
 class GroupedProduct(torch.autograd.Function):

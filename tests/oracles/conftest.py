@@ -16,11 +16,8 @@ import pytest
 
 from tests.absent import absent
 
-INSTALL = {
-    "transformers": "pip install -e '.[test]'",
-    "fla": "pip install --no-deps -r tests/oracles/requirements.txt",
-    "nemo_automodel": "pip install --no-deps -r tests/oracles/requirements.txt",
-}
+NO_DEPS = "pip install --no-deps -r tests/oracles/requirements.txt"
+INSTALL = {"transformers": "pip install -e '.[test]'"}
 
 
 @contextmanager
@@ -43,7 +40,7 @@ def load(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as e:
-        absent(f"oracle {package} cannot be imported ({e}); {INSTALL[package]}")
+        absent(f"oracle {package} cannot be imported ({e}); {INSTALL.get(package, NO_DEPS)}")
 
 
 @pytest.fixture(scope="session")
