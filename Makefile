@@ -2,17 +2,19 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
+BENCH ?= kda
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Also for the kernels of JupyterLab, which load torch before k3lite (see k3lite/__init__.py).
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: help lab needle test lint bench notebooks clean
+.PHONY: help lab needle ep test lint bench notebooks clean
 
 help:
 	@echo "make lab        open JupyterLab on the first notebook"
 	@echo "make needle     train a small K3 and measure where it finds hidden facts (about 3 minutes on two cores)"
+	@echo "make ep         train a small MoE model on two ranks and on one, and compare the losses (about 2 minutes)"
 	@echo "make test       unit and oracle tests, every notebook under nbval, browser tests"
-	@echo "make bench      speed of the fast forms beside the plain ones and other implementations"
+	@echo "make bench      speed of the fast forms beside the plain ones and others (KDA; BENCH=decode, BENCH=moe)"
 	@echo "make notebooks  run every notebook and keep its outputs"
 	@echo "make clean      remove .venv"
 
@@ -43,6 +45,10 @@ lab: $(VENV)/.course
 needle: $(VENV)/.course
 	@$(BIN)/k3lite needle $(ARGS)
 
+# One thread a rank: two ranks keep two cores busy.
+ep: $(VENV)/.course
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(or $(RANKS),2) -m k3lite.cli train ep $(ARGS)
+
 lint: $(VENV)/.test
 	@echo "k3lite: lint"
 	@$(BIN)/ruff check .
@@ -54,7 +60,7 @@ test: $(VENV)/.test
 	  --nbval-sanitize-with tests/sanitize.cfg $(ARGS)
 
 bench: $(VENV)/.test
-	@$(BIN)/k3lite bench kda --threads 1 $(ARGS)
+	@$(BIN)/k3lite bench $(BENCH) --threads 1 $(ARGS)
 
 notebooks: $(VENV)/.test
 	@$(BIN)/python -m tests.notebooks.execute $(ARGS)

@@ -11,17 +11,19 @@ import importlib
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
 import torch
 from tqdm.auto import tqdm
 
 from k3lite.checkpoint import write_text
 
-BENCHES = ("kda", "decode", "mx")
+K = TypeVar("K")
+BENCHES = ("kda", "decode", "moe", "mx")
 PATIENCE = 8.0  # seconds after which a slow case is not repeated
 
 
@@ -59,6 +61,15 @@ def seconds(work: Callable[[], object], device: str = "cpu", repeats: int = 5) -
             break
         took = once()
         best, spent = min(best, took), spent + took
+    return best
+
+
+def turns(works: Mapping[K, Callable[[], object]], rounds: int) -> dict[K, float]:
+    """Best seconds of each work. They take turns: when a shared machine slows down for a while, it slows down all."""
+    best = dict.fromkeys(works, float("inf"))
+    for _ in range(rounds):
+        for name, work in works.items():
+            best[name] = min(best[name], seconds(work, repeats=1))
     return best
 
 

@@ -106,7 +106,7 @@ def attention_flops(tokens: int, batch: int = 1) -> int:
 def measure(contexts: Iterable[int], batch: int = 1, rounds: int = ROUNDS) -> tuple[dict[str, list[Step]], Floors]:
     """Decoding steps of each model after each number of tokens: the best of `rounds`, each a few tokens longer.
 
-    All of them, a copy and a product take turns: when a shared machine slows down for a while, it slows down all.
+    All of them, a copy and a product take turns.
     Memory: all caches at once, about 1.7 times that of all-MLA at the longest context.
     """
     ids = torch.zeros(batch, 1, dtype=torch.long)
@@ -119,10 +119,7 @@ def measure(contexts: Iterable[int], batch: int = 1, rounds: int = ROUNDS) -> tu
             cache = filled_cache(model, tokens, batch)
             works[name, tokens] = lambda model=model, cache=cache: model(ids, cache=cache)
             held[name, tokens] = cache.nbytes()
-    best = dict.fromkeys(works, float("inf"))
-    for _ in range(rounds):
-        for case, work in works.items():
-            best[case] = min(best[case], bench.seconds(work, repeats=1))
+    best = bench.turns(works, rounds)
     steps = {n: [Step(n, t, batch, best[n, t], held[n, t]) for t in contexts] for n in MODELS}
     return steps, Floors(2 * COPY / best["copy"], 2 * PRODUCT**3 / best["product"])
 

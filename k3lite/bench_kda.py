@@ -74,18 +74,25 @@ def cpu_peers() -> tuple[dict[str, Op], list[str]]:
     fla = bench.imported("fla.ops.kda.naive", absent)
     if fla:
         peers["fla naive chunk"] = lambda *x: fla.naive_chunk_kda(*x, output_final_state=True)
+    transformers = kimi_linear(absent)
+    if transformers:
+        peers["transformers"] = lambda *x: transformers.chunk_kimi_delta_attention(*x, output_final_state=True)
+    return peers, absent
+
+
+def kimi_linear(absent: list[str]):
+    """transformers' Kimi Linear, on its plain PyTorch path; None, and a remark in `absent`, without transformers."""
     # transformers binds its names to fla's GPU kernels if it can import fla.
     hidden = {n: sys.modules.pop(n) for n in list(sys.modules) if n.partition(".")[0] == "fla"}
     sys.modules["fla"] = None
     try:
-        transformers = bench.imported("transformers.models.kimi_linear.modeling_kimi_linear", absent)
+        module = bench.imported("transformers.models.kimi_linear.modeling_kimi_linear", absent)
     finally:
         del sys.modules["fla"]
         sys.modules.update(hidden)
-    if transformers:
+    if module:
         importlib.import_module("transformers").logging.set_verbosity_error()  # else: a word about fla's absence
-        peers["transformers"] = lambda *x: transformers.chunk_kimi_delta_attention(*x, output_final_state=True)
-    return peers, absent
+    return module
 
 
 # ---- where the time goes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from k3lite.config import K3Config
+from k3lite.config import MX_BLOCK, K3Config
 
 GIB = 2**30
 MIB = 2**20
@@ -323,3 +323,13 @@ def weight_bytes(c: K3Config, rows: int, number_bytes: int = 2) -> int:
     parts = parameters(c)
     everywhere = sum(parts.values()) - parts["embed_tokens"] - parts["routed_experts"]
     return everywhere * number_bytes + round(c.num_moe_layers * experts_met(c, rows) * expert_bytes(c, number_bytes))
+
+
+NUMBERS = {"fp64": 8, "fp32": 4, "bf16": 2, "mxfp8": 1}  # bytes of a number on the wire
+
+
+def row_bytes(width: int, number: str) -> int:
+    """Bytes of a row of `width` numbers between ranks; MXFP8 adds a scale of one byte for every 32 (k3-architecture §2.7)."""
+    if number not in NUMBERS:
+        raise ValueError(f"number: got {number!r}, wanted one of {', '.join(NUMBERS)}")
+    return width * NUMBERS[number] + (-(-width // MX_BLOCK) if number == "mxfp8" else 0)

@@ -1,4 +1,5 @@
-"""The command line: `k3lite needle`, `k3lite needle ask`, `k3lite train mqar`, `k3lite train recall`, `k3lite bench`."""
+"""The command line: `k3lite needle`, `k3lite needle ask`, `k3lite train mqar`, `k3lite train recall`,
+`k3lite train balance`, `k3lite train ep`, `k3lite bench`."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ from typing import TypeVar
 import torch
 from safetensors import SafetensorError
 
-from k3lite import bench
+from k3lite import bench, parallel
 from k3lite.checkpoint import load_model
-from k3lite.tasks import mqar_job, needle_job, recall_job, recall_report
+from k3lite.tasks import balance_job, ep_job, mqar_job, needle_job, recall_job, recall_report
+from k3lite.tasks.balance_task import Method
 from k3lite.tasks.needle_ask import ask, prepare_document
 from k3lite.tasks.needle_report import text_table
 from k3lite.tasks.siblings import VARIANTS
@@ -46,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"{e.filename or 'files'}: {e.strerror or e}")
     except SafetensorError as e:  # how safetensors reports a disk that is full
         return _fail(f"weights could not be written or read: {e}")
-    except ValueError as e:
+    except (ValueError, parallel.RankError) as e:
         return _fail(str(e))
 
 
@@ -136,6 +138,44 @@ def _train_recall(args: argparse.Namespace) -> int:
     return 0
 
 
+def _train_balance(args: argparse.Namespace) -> int:
+    job = balance_job.Job(args.out, args.methods, args.data, args.seeds, args.steps)
+    job.check()
+    if args.restart:
+        job.restart()
+    print(
+        f"{len(job.runs())} runs of {job.steps} steps on {torch.get_num_threads()} CPU thread(s); finished ones are kept"
+    )
+    result = balance_job.run(job)
+    for data in job.data:
+        print(f"\n{balance_job.text_table(result, data)}")
+    print(f"\nwritten: {args.out / balance_job.RESULT}")
+    return 0
+
+
+def _train_ep(args: argparse.Namespace) -> int:
+    job = ep_job.Job(
+        out=args.out,
+        recipe=dataclasses.replace(ep_job.RECIPE, steps=args.steps),
+        batch=args.batch,
+        length=args.length,
+        dtype=args.dtype,
+    )
+    job.check()
+    with parallel.start(args.ranks, device=args.device, timeout=args.timeout) as ranks:
+        if ranks.first:
+            if args.restart:
+                job.restart()
+            print(f"training on {ranks.size} rank(s), then on one, {args.steps} steps of the same batches", flush=True)
+        shared = ep_job.run_on_ranks(job, ranks)
+    if not ranks.first:
+        return 0
+    result = ep_job.compare(job, shared)
+    print(ep_job.text_table(result))
+    print(f"\nwritten: {args.out / ep_job.RESULT}, and the whole model in {args.out / 'model'}")
+    return 0 if result["equal"] else 1
+
+
 def _begin(job: mqar_job.Job | recall_job.Job, restart: bool) -> None:
     """Check a job of several models and say what is done already."""
     job.check()
@@ -200,6 +240,9 @@ def _parser() -> argparse.ArgumentParser:
         tasks.add_parser("recall", help="gist and verbatim: what siblings with states, slots or both recall")
     )
 
+    _balance_options(tasks.add_parser("balance", help="balance of experts: what each rule does to loads and loss"))
+    _ep_options(tasks.add_parser("ep", help="experts on several ranks, started by torchrun: as on one?"))
+
     speed = commands.add_parser("bench", help="measure speed as a ratio within one run")
     speed.add_argument("name", choices=sorted(bench.BENCHES))
     speed.add_argument("--device", default="cpu", help="cpu, or cuda where there is one (default %(default)s)")
@@ -246,6 +289,44 @@ def _recall_options(recall: argparse.ArgumentParser) -> None:
     recall.add_argument("--restart", action="store_true", help="forget these models, and checkpoints, in the folder")
     recall.set_defaults(run=_train_recall)
     _threads(recall)
+
+
+def _balance_options(balance: argparse.ArgumentParser) -> None:
+    default = balance_job.Job(out=Path("out/balance"))
+    balance.add_argument("--methods", type=_methods, default=default.methods, help="like none,auxiliary:0.1,quantile")
+    balance.add_argument("--data", type=_list(str), default=default.data, help=f"of: {', '.join(default.data)}")
+    balance.add_argument("--seeds", type=_list(int), default=default.seeds, help="a run of each method a seed")
+    balance.add_argument("--steps", type=int, default=default.steps, help="training steps (default %(default)s)")
+    balance.add_argument("--out", type=Path, default=default.out, help="folder of the result (default %(default)s)")
+    balance.add_argument("--restart", action="store_true", help="forget what is in the folder")
+    balance.set_defaults(run=_train_balance)
+    _threads(balance)
+
+
+def _methods(text: str) -> tuple[Method, ...]:
+    try:
+        return _list(Method.parse)(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from e  # argparse would drop the reason of a ValueError
+
+
+def _ep_options(ep: argparse.ArgumentParser) -> None:
+    default = ep_job.Job(out=Path("out/ep"))
+    ep.add_argument("--ranks", type=int, help="how many torchrun must have started (default: any number)")
+    ep.add_argument("--steps", type=int, default=default.recipe.steps, help="training steps (default %(default)s)")
+    ep.add_argument("--batch", type=int, default=default.batch, help="rows of all ranks together (default %(default)s)")
+    ep.add_argument("--length", type=int, default=default.length, help="bytes in a row (default %(default)s)")
+    ep.add_argument("--dtype", default=default.dtype, help="float64 or float32 (default %(default)s)")
+    ep.add_argument("--device", default="cpu", help="cpu (gloo), or cuda (NCCL, one GPU a rank; default %(default)s)")
+    ep.add_argument(
+        "--timeout", type=float, default=parallel.TIMEOUT, help="seconds to wait for other ranks (default %(default)g)"
+    )
+    ep.add_argument(
+        "--out", type=Path, default=default.out, help="folder of model, checkpoints and results (default %(default)s)"
+    )
+    ep.add_argument("--restart", action="store_true", help="forget the checkpoints in the folder")
+    ep.set_defaults(run=_train_ep)
+    _threads(ep)
 
 
 def _threads(parser: argparse.ArgumentParser) -> None:

@@ -183,8 +183,13 @@ class K3ForCausalLM(nn.Module):
         weight = self.model.embed_tokens.weight
         return K3Cache.empty(self.config, batch, weight.dtype, weight.device, pages=pages, page_size=page_size)
 
+    def auxiliary_loss(self) -> Tensor:
+        """What the routers under the auxiliary rule add to the loss of the last training forward; 0 without such."""
+        asked = [m.auxiliary for m in self.modules() if isinstance(m, Router) and m.auxiliary is not None]
+        return sum(asked, torch.zeros((), device=self.lm_head.weight.device))
+
     def balance_experts(self) -> None:
-        """After an optimizer step: Quantile Balancing of every router (training only)."""
+        """After an optimizer step: every router sets its bias by its rule (training only)."""
         for module in self.modules():
             if isinstance(module, Router):
                 module.balance()

@@ -12,40 +12,50 @@ Kimi Linear: no latent (E_i on x) and no norm. Source: Kimi K3 report §2.3; k3-
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from k3lite.balance import (
+    auxiliary_loss,
+    histogram_balanced_bias,
+    quantile_balanced_bias,
+    score_histogram,
+    sign_rule_bias,
+)
 from k3lite.config import K3Config
 from k3lite.mlp import GatedMLP, RMSNorm, activation, linear
 from k3lite.ops.experts import grouped_experts
 from k3lite.ops.pointwise import upcast
 
+RULES = ("quantile", "histogram", "sign", "auxiliary", "none")
+BINS = 1000  # of the histogram rule (k3-architecture §2.4)
+
 
 def choose(scores: Tensor, bias: Tensor, k: int) -> Tensor:
-    """Ids [N,k] of the k largest scores + bias; on ties the lower id (torch.topk promises no order)."""
-    return (scores + bias).sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    """Ids [N,k] of the k largest scores + bias, largest first; on ties the lower id."""
+    biased = scores + bias
+    values, ids = biased.topk(min(k + 1, biased.shape[-1]), dim=-1)
+    # topk is many times faster than a sort and promises no order on ties: sort the few rows that have one.
+    tied = (values[:, 1:] == values[:, :-1]).any(-1)
+    ids[tied] = biased[tied].sort(dim=-1, descending=True, stable=True).indices[:, : ids.shape[1]]
+    return ids[:, :k]
 
 
-def quantile_balanced_bias(scores: Tensor, bias: Tensor, k: int) -> Tensor:
-    """Quantile Balancing: the bias [E] with which each expert would have got its share of these tokens.
-
-    scores: [N,E] fp32 of real tokens.   bias: [E], the one they were routed with.
-    A token's cutoff is its (k+1)-th biased score; expert j would be chosen where s_ij + b_j exceeds it, so b_j
-    follows from the quantile of s_ij - cutoff_i at the target load q = N k / E. No step size, no gradient.
-    Source: Kimi K3 report §2.3.3; k3-architecture §2.4.
-    """
-    N, E = scores.shape
-    if k >= E or N == 0:
-        return bias
-    cutoff = (scores + bias).topk(k + 1, dim=-1).values[:, -1:]
-    load = N * k // E
-    new = -(scores - cutoff).sort(dim=0, descending=True).values[min(load, N - 1)]
-    return new - new.mean()
+def on_one_rank(statistic: Tensor) -> Tensor:
+    """What `Router.reduce` and `Router.gather` are on a single rank."""
+    return statistic
 
 
 class Router(nn.Module):
-    """[N,d] -> expert ids and weights [N,k]."""
+    """[N,d] -> expert ids and weights [N,k].
+
+    rule: how the loads are balanced, one of RULES; K3's is "quantile", "histogram" its form at scale.
+    rate: step of the sign rule.   auxiliary_weight: factor of the auxiliary loss.
+    reduce, gather: on several ranks, the sum of a tensor over them, and the rows of all of them.
+    """
 
     def __init__(self, config: K3Config) -> None:
         super().__init__()
@@ -56,30 +66,53 @@ class Router(nn.Module):
         self.e_score_correction_bias = nn.Parameter(
             torch.zeros(config.num_experts, dtype=torch.float32), requires_grad=False
         )
-        self.seen_scores: Tensor | None = None  # of the last training batch, for `balance`
+        self.rule, self.rate, self.auxiliary_weight = "quantile", 1e-3, 0.01
+        self.reduce: Callable[[Tensor], Tensor] = on_one_rank
+        self.gather: Callable[[Tensor], Tensor] = on_one_rank
+        # Of the last training batch, for `balance`; a second forward of it, as in activation checkpointing, counts once.
+        self.seen_scores: Tensor | None = None
         self.seen_counts: Tensor | None = None  # [E] how often each expert was chosen by real tokens
+        self.auxiliary: Tensor | None = None  # to be added to the loss, weighted, under the auxiliary rule
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """real: [N] bool, False for padding, which is routed but not counted."""
+        """real: [N] bool, False for padding, which is routed but not counted. Raises ValueError for NaN logits."""
         scores = torch.sigmoid(F.linear(upcast(x), upcast(self.weight)))
-        bias = self.e_score_correction_bias
-        chosen = choose(scores.detach(), bias, self.k)
+        chosen = choose(scores.detach(), self.e_score_correction_bias, self.k)
         weights = scores.gather(-1, chosen)
+        # NaN counts as the largest score, so it is enough to look at the chosen.
+        if weights.isnan().any():
+            token = int(weights.isnan().any(-1).nonzero()[0])
+            raise ValueError(f"router: got NaN as a logit of token {token}; wanted numbers in its input and its weight")
+        if self.training:
+            self._note(scores, chosen, slice(None) if real is None else real)
         if self.renormalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        if self.training:
-            rows = slice(None) if real is None else real
-            self.seen_scores = scores.detach()[rows]
-            self.seen_counts = chosen[rows].flatten().bincount(minlength=len(bias))
         return chosen, weights * self.scaling
+
+    def _note(self, scores: Tensor, chosen: Tensor, rows: slice | Tensor) -> None:
+        self.seen_scores = scores.detach()[rows]
+        self.seen_counts = chosen[rows].flatten().bincount(minlength=scores.shape[1])
+        if self.rule == "auxiliary":
+            self.auxiliary = self.auxiliary_weight * auxiliary_loss(scores[rows], self.seen_counts, self.k)
 
     @torch.no_grad()
     def balance(self) -> None:
-        """Set the bias for the next step from the batch that was just trained on."""
+        """Set the bias for the next step from the batch that was just trained on. Raises ValueError for another rule."""
+        if self.rule not in RULES:
+            raise ValueError(f"rule: got {self.rule!r}, wanted one of {', '.join(RULES)}")
         if self.seen_scores is not None:
-            bias = self.e_score_correction_bias
-            bias.copy_(quantile_balanced_bias(self.seen_scores, bias, self.k))
-            self.seen_scores = None
+            self.e_score_correction_bias.copy_(self._balanced(self.seen_scores, self.seen_counts))
+            self.seen_scores = self.auxiliary = None
+
+    def _balanced(self, scores: Tensor, counts: Tensor) -> Tensor:
+        bias = self.e_score_correction_bias
+        if self.rule == "quantile":
+            return quantile_balanced_bias(self.gather(scores), bias, self.k)
+        if self.rule == "histogram":
+            return histogram_balanced_bias(self.reduce(score_histogram(scores, bias, self.k, BINS)), bias, self.k)
+        if self.rule == "sign":
+            return sign_rule_bias(bias, self.reduce(counts), self.rate)
+        return bias
 
 
 class Experts(nn.Module):

@@ -106,7 +106,7 @@ class PackedExperts(nn.Module):
 
     def forward(self, z: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """As `Experts`: z [N,D], ids and weights [N,k] -> [N,D]."""
-        return by_expert(z, chosen, weights, len(self.w1_packed), self._expert)
+        return by_expert(z, chosen, weights, self._expert)
 
     def _expert(self, e: int, x: Tensor) -> Tensor:
         hidden = self.act(*(packed_linear(x, p[e], s[e]) for p, s in (self.pair("w1"), self.pair("w3"))))

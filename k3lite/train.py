@@ -55,6 +55,53 @@ class Recipe:
         return self.lr * min(1.0, (step + 1) / self.warmup) * (self.final_lr + (1 - self.final_lr) * cosine)
 
 
+class OneRank:
+    """What a training asks of the ranks that share it. Here there is one and nothing to do; several: `parallel.Ranks`."""
+
+    first = True  # the rank that writes files and shows progress
+
+    def part(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """This rank's rows of a batch."""
+        return batch
+
+    def weigh(self, loss: Tensor, labels: Tensor) -> Tensor:
+        """The mean over this rank's tokens as its share of the mean over all."""
+        return loss
+
+    def total(self, share: Tensor) -> Tensor:
+        """Sum over ranks, without a gradient."""
+        return share.detach()
+
+    def sum_gradients(self, model: torch.nn.Module) -> None:
+        """Sum over ranks the gradients of what every rank holds."""
+
+    def gradient_norm(self, model: torch.nn.Module) -> Tensor:
+        """Norm of the gradient of the whole model."""
+        return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+
+    def whole(self, tensor: Tensor, owner: Tensor) -> Tensor:
+        """The whole of `tensor`, of which ranks hold parts if `owner`, its parameter, is shared out."""
+        return tensor
+
+    def mine(self, tensor: Tensor, owner: Tensor) -> Tensor:
+        """The part that this rank holds of a whole tensor."""
+        return tensor
+
+    def agreed(self) -> contextlib.AbstractContextManager[None]:
+        """Let a ValueError of one rank's body be raised on every rank. No other exchange may be inside."""
+        return contextlib.nullcontext()
+
+    def same(self, name: str, number: int) -> None:
+        """Raise ValueError on every rank if `number` is not the same on all."""
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is up on some rank."""
+        return flag
+
+
+ONE_RANK = OneRank()
+
+
 class Stopped(Exception):
     """Training was interrupted after `step` steps; everything up to there is saved if a folder was given."""
 
@@ -82,50 +129,61 @@ def train(
     save_every: int = 25,
     on_step: Callable[[int, float], None] | None = None,
     progress: bool = True,
+    ranks: OneRank = ONE_RANK,
 ) -> list[float]:
     """Train in place and return the loss of every step (nats per asked token).
 
     folder: where checkpoints go; a checkpoint of the same recipe found there is continued.
     on_step(step, loss): called after every step.   Ctrl-C ends the step in hand, saves, and raises Stopped.
+    ranks: who shares the work. Each calls this alike, with the batches of all; a checkpoint fits any number of them.
     Raises CheckpointError if the folder holds a checkpoint of something else, or a damaged one.
     """
     optimizer = make_optimizer(model, recipe)
-    losses = _resume(folder / STATE, model, optimizer, recipe) if folder else []
+    with ranks.agreed():
+        losses = _resume(folder / STATE, model, optimizer, recipe, ranks) if folder else []
+    ranks.same("finished steps in the folder", len(losses))
     model.train()
     with (
         _interrupts() as interrupted,
-        tqdm(total=recipe.steps, initial=len(losses), desc="training", disable=not progress) as bar,
+        tqdm(total=recipe.steps, initial=len(losses), desc="training", disable=not (progress and ranks.first)) as bar,
     ):
         for step in range(len(losses), recipe.steps):
-            losses.append(_step(model, optimizer, batch_at(step), recipe, step))
+            losses.append(_step(model, optimizer, batch_at(step), recipe, step, ranks))
             bar.update()
             bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
             if on_step:
                 on_step(step, losses[-1])
-            done = step + 1
-            if folder and (done % save_every == 0 or done == recipe.steps or interrupted()):
-                _save(folder / STATE, model, optimizer, recipe, losses)
-            if interrupted() and done < recipe.steps:
+            done, stop = step + 1, ranks.any(interrupted())
+            if folder and (done % save_every == 0 or done == recipe.steps or stop):
+                _save(folder / STATE, model, optimizer, recipe, losses, ranks)
+            if stop and done < recipe.steps:
                 raise Stopped(done)
     model.eval()
     return losses
 
 
 def _step(
-    model: K3ForCausalLM, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], recipe: Recipe, step: int
+    model: K3ForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    batch: tuple[Tensor, Tensor],
+    recipe: Recipe,
+    step: int,
+    ranks: OneRank,
 ) -> float:
     for group in optimizer.param_groups:
         group["lr"] = recipe.lr_at(step)
-    ids, labels = batch
-    loss = model(ids, labels=labels).loss
-    if not bool(torch.isfinite(loss)):
-        raise ValueError(f"training: the loss became {loss.item()} at step {step}; lower lr (now {recipe.lr:g})")
+    ids, labels = ranks.part(batch)
+    share = ranks.weigh(model(ids, labels=labels).loss, labels)
+    loss = ranks.total(share).item()
+    if not math.isfinite(loss):
+        raise ValueError(f"training: the loss became {loss} at step {step}; lower lr (now {recipe.lr:g})")
     optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+    (share + ranks.weigh(model.auxiliary_loss(), labels)).backward()  # the losses reported leave the second out
+    ranks.sum_gradients(model)
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), recipe.clip, ranks.gradient_norm(model))
     optimizer.step()
     model.balance_experts()
-    return loss.item()
+    return loss
 
 
 @contextlib.contextmanager
@@ -156,26 +214,36 @@ def _identity(model: K3ForCausalLM, recipe: Recipe) -> str:
     return json.dumps({"config": model.config.to_dict(), "recipe": dataclasses.asdict(recipe)}, sort_keys=True)
 
 
-def _tensors(model: K3ForCausalLM, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The live tensors that a checkpoint holds: weights and both moments of AdamW."""
-    tensors = {f"model.{name}": p for name, p in model.state_dict().items()}
+def _tensors(model: K3ForCausalLM, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """What a checkpoint holds, weights and both moments of AdamW: name, live tensor, the parameter it belongs to."""
+    for name, p in model.state_dict(keep_vars=True).items():
+        yield f"model.{name}", p, p
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for i, p in enumerate(params):
         for key, value in optimizer.state[p].items():
-            tensors[f"optimizer.{i}.{key}"] = value
-    return tensors
+            yield f"optimizer.{i}.{key}", value, p
 
 
 def _save(
-    path: Path, model: K3ForCausalLM, optimizer: torch.optim.Optimizer, recipe: Recipe, losses: list[float]
+    path: Path,
+    model: K3ForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe,
+    losses: list[float],
+    ranks: OneRank,
 ) -> None:
+    live = _tensors(model, optimizer)
+    tensors = {name: ranks.whole(value.detach(), owner).contiguous().clone() for name, value, owner in live}
+    if not ranks.first:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {k: v.detach().contiguous().clone() for k, v in _tensors(model, optimizer).items()}
     tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
     write_atomically(path, lambda tmp: save_file(tensors, tmp, {"identity": _identity(model, recipe)}))
 
 
-def _resume(path: Path, model: K3ForCausalLM, optimizer: torch.optim.Optimizer, recipe: Recipe) -> list[float]:
+def _resume(
+    path: Path, model: K3ForCausalLM, optimizer: torch.optim.Optimizer, recipe: Recipe, ranks: OneRank
+) -> list[float]:
     """Load the checkpoint at `path`, if there is one, and return its losses; an empty list starts anew."""
     if not path.exists():
         return []
@@ -189,10 +257,11 @@ def _resume(path: Path, model: K3ForCausalLM, optimizer: torch.optim.Optimizer, 
         if f"optimizer.{i}.step" in saved:
             moments = {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
             optimizer.state[p] = {"step": torch.zeros(()), **moments}
-    live = _tensors(model, optimizer)
+    live = {name: (value, owner) for name, value, owner in _tensors(model, optimizer)}
     if live.keys() != saved.keys():
         raise CheckpointError(f"{path}: does not hold the tensors of this training; restart")
     with torch.no_grad():
         for name, value in saved.items():
-            live[name].copy_(value)
+            target, owner = live[name]
+            target.copy_(ranks.mine(value, owner))
     return losses

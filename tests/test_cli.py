@@ -195,6 +195,39 @@ def test_bad_options_of_train_mqar(tmp_path, capsys, options, message):
     assert not (tmp_path / "out").exists()
 
 
+QUICK_BALANCE = ["--methods", "none,sign:0.01", "--data", "skewed", "--seeds", "0", "--steps", "20"]
+
+
+def test_train_balance_prints_a_table_and_keeps_what_is_finished(tmp_path, capsys):
+    command = ["train", "balance", *QUICK_BALANCE, "--out", str(tmp_path)]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "2 runs of 20 steps on 1 CPU thread(s)" in out and "data 'skewed', 20 steps, 1 seed(s)" in out
+    assert "sign:0.01" in out and f"written: {tmp_path / 'balance.json'}" in out
+    before = (tmp_path / "balance.json").stat().st_mtime_ns
+    assert main(command) == 0 and (tmp_path / "balance.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data", "even"], "data: got 'even', wanted one of shared, skewed"),
+        (["--seeds", "-1"], "seeds: got -1, wanted 0 or more"),
+        (["--steps", "1"], "steps: got 1, wanted 20 or more"),
+    ],
+)
+def test_bad_options_of_train_balance(tmp_path, capsys, options, message):
+    assert main(["train", "balance", *QUICK_BALANCE, "--out", str(tmp_path / "out"), *options]) == 2
+    assert message in one_line(capsys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_method_that_does_not_exist_is_named(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "balance", "--methods", "none,best"])
+    assert "method 'best': rule: got 'best', wanted one of" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [(["train"], "required: TASK"), (["train", "chess"], "argument TASK: invalid choice: 'chess'")],

@@ -8,11 +8,13 @@ import pytest
 
 from k3lite import budget
 from k3lite.config import K3Config
+from k3lite.tasks import recall_report
 from k3lite.tasks.needle_job import read_card
 from k3lite.tasks.needle_report import text_table
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
+RECALL = ROOT / "data" / "models" / "recall"
 NEEDLE = ROOT / "data" / "models" / "needle"
 
 
@@ -66,6 +68,20 @@ def test_the_table_of_seeds_is_what_was_measured(needles, length):
         cells.append(f"{100 * sum(recall) / len(recall):.0f}")
     what = f"{needles} needle{'s' if needles > 1 else ''}, {length:,} bytes"
     assert f"| {what} | {' | '.join(cells)} |" in README
+
+
+@pytest.mark.parametrize("variant", ["kda", "hybrid", "mla-conv", "mla"])
+def test_the_table_of_siblings_is_what_was_measured(variant):
+    result = json.loads((RECALL / "recall.json").read_text())
+    cells = [("topic", "string", 16), ("recall", "facts", 1), ("recall", "facts", 256), ("string", "string", 16)]
+    runs = [recall_report.spread(result, measured, variant, kind, 4096, facts) for measured, kind, facts in cells]
+    assert all(len(run) == 3 for run in runs)
+    shares = [
+        f"{100 * low:.0f} to {100 * high:.0f}" if f"{low:.2f}" != f"{high:.2f}" else f"{100 * low:.0f}"
+        for low, *_, high in runs
+    ]
+    (kept,) = (c["total"] for c in result["cache"] if (c["variant"], c["length"]) == (variant, 4096))
+    assert f"| {' | '.join(shares)} | {kept / 1024:,.0f} KiB |" in README
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from k3lite import train as train_module
 from k3lite.checkpoint import CheckpointError
 from k3lite.model import K3ForCausalLM
+from k3lite.moe import Router
 from k3lite.train import STATE, Recipe, Stopped, make_optimizer, train
 
 from .small_needle import SMALL, small_batches
@@ -43,6 +44,20 @@ def test_a_killed_run_ends_bit_for_bit_like_one_that_was_not(tmp_path):
     assert resumed_losses == losses
     assert same_weights(whole, resumed)
     assert not same_weights(whole, K3ForCausalLM(SMALL))
+
+
+def test_the_auxiliary_loss_is_trained_on_and_not_reported():
+    def one_step(rule):
+        model = K3ForCausalLM(SMALL)
+        routers = [m for m in model.modules() if isinstance(m, Router)]
+        for r in routers:
+            r.rule, r.auxiliary_weight = rule, 100.0
+        losses = train(model, BATCHES, dataclasses.replace(RECIPE, steps=1), progress=False)
+        return losses, [r.weight.detach() for r in routers]
+
+    (plain, before), (reported, after) = one_step("none"), one_step("auxiliary")
+    assert plain == reported and before
+    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def test_resuming_does_not_repeat_finished_steps(tmp_path):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from k3lite.ops.pointwise import upcast
 
@@ -30,22 +31,75 @@ def grouped_experts(
 ) -> Tensor:
     """Weighted sum of the chosen experts' outputs, [N, D].
 
-    z: [N,D] tokens.   experts: [N,k] ids.   weights: [N,k], fp32.
+    z: [N,D] tokens, N = 0 allowed.   experts: [N,k] ids.   weights: [N,k], fp32.
     w1 (gate), w3 (up): [E,I,D].   w2 (down): [E,D,I].   act(gate, up): the gated activation.
     Products run in z's dtype, the weighted sum in fp32 (k3-architecture §2.4).
+    Time and bytes follow the experts that somebody chose, not E; only the gradients of w1, w3, w2 are as large as they.
     """
-    # unbind, not w1[e]: its backward builds the gradient of all experts once, not once for each
-    a, b, c = w1.unbind(), w3.unbind(), w2.unbind()
-    return by_expert(z, experts, weights, len(a), lambda e, x: act(x @ a[e].T, x @ b[e].T) @ c[e].T)
+    groups, order = _grouped(experts)
+    x = z[order // experts.shape[1]]
+    hidden = act(GroupedProduct.apply(x, w1, groups), GroupedProduct.apply(x, w3, groups))
+    return _weighted(GroupedProduct.apply(hidden, w2, groups), order, weights).to(z.dtype)
 
 
-def by_expert(
-    z: Tensor, experts: Tensor, weights: Tensor, count: int, run: Callable[[int, Tensor], Tensor]
-) -> Tensor:  # fmt: skip
-    """As `grouped_experts`, with run(e, x [n,D]) -> [n,D] in place of the weights of `count` experts."""
-    N, k = experts.shape
-    order = experts.flatten().argsort(stable=True)
-    groups = z[order // k].split(experts.flatten().bincount(minlength=count).tolist())
-    out = torch.cat([run(e, x) for e, x in enumerate(groups) if len(x)])
-    out = out[order.argsort()].unflatten(0, (N, k))
-    return (weights.unsqueeze(-1) * upcast(out)).sum(1).to(z.dtype)
+def by_expert(z: Tensor, experts: Tensor, weights: Tensor, run: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """As `grouped_experts`, with run(e, x [n,D]) -> [n,D] in place of the weights of the experts."""
+    groups, order = _grouped(experts)
+    parts = _parts(groups, z[order // experts.shape[1]])
+    return _weighted(torch.cat([z[:0], *(run(e, x) for e, x in parts)]), order, weights).to(z.dtype)
+
+
+def _grouped(experts: Tensor) -> tuple[list[tuple[int, int]], Tensor]:
+    """(expert, rows) of all that were chosen, and the order of choices that puts each one's rows together."""
+    ids, order = experts.flatten().sort(stable=True)
+    chosen, counts = ids.unique_consecutive(return_counts=True)
+    return list(zip(chosen.tolist(), counts.tolist(), strict=True)), order
+
+
+def _weighted(out: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """Rows of experts [Nk,D], back in their places and added up."""
+    out = out[order.argsort()].unflatten(0, weights.shape)
+    return (weights.unsqueeze(-1) * upcast(out)).sum(1)
+
+
+class GroupedProduct(torch.autograd.Function):
+    """x [M,D], w [E,I,D] -> x_e w_e^T for each group of rows, [M,I].
+
+    groups: (expert, rows) in the order of x's rows, each expert once. Every product writes its part of one result, so
+    nothing is concatenated; of w and of its gradient an expert without rows costs no more than the gradient's zeros.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor, groups: list[tuple[int, int]]) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.groups = groups
+        out = x.new_empty(len(x), w.shape[1])
+        for e, x_e, out_e in _parts(groups, x, out):
+            torch.mm(x_e, w[e].T, out=out_e)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_out: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, w = ctx.saved_tensors
+        dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        if dx is not None:
+            for e, dx_e, d_out_e in _parts(ctx.groups, dx, d_out):
+                torch.mm(d_out_e, w[e], out=dx_e)
+        return dx, _of_weights(x, w, d_out, ctx.groups) if ctx.needs_input_grad[1] else None, None
+
+
+def _of_weights(x: Tensor, w: Tensor, d_out: Tensor, groups: list[tuple[int, int]]) -> Tensor:
+    """The gradient of w."""
+    dw, idle = torch.empty_like(w), torch.ones(len(w), dtype=torch.bool, device=w.device)
+    idle[[e for e, _ in groups]] = False
+    dw[idle] = 0
+    for e, x_e, d_out_e in _parts(groups, x, d_out):
+        torch.mm(d_out_e.T, x_e, out=dw[e])
+    return dw
+
+
+def _parts(groups: list[tuple[int, int]], *tensors: Tensor) -> Iterator[tuple[int | Tensor, ...]]:
+    """Each group's expert and its rows of every tensor."""
+    experts, rows = [e for e, _ in groups], [n for _, n in groups]
+    return zip(experts, *(t.split(rows) for t in tensors), strict=True)

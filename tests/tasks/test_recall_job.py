@@ -1,4 +1,4 @@
-"""The experiment on gist and verbatim: what is read, what is written, and that it can be stopped."""
+"""The experiment on gist and verbatim: it can be stopped, and what is shipped is what the shipped models do."""
 
 import dataclasses
 import json
@@ -9,11 +9,13 @@ import torch
 
 from k3lite.checkpoint import CheckpointError, load_model
 from k3lite.tasks import recall_job
-from k3lite.tasks.recall import ASK_TOPIC, FACT, IGNORE, RUMOUR, SLOT, STRING, STRING_MARK, SYMBOL, SYMBOLS
+from k3lite.tasks.recall import ASK_TOPIC, FACT, IGNORE, RUMOUR, SLOT, STRING, STRING_MARK, SYMBOL, SYMBOLS, VOCABULARY
 from k3lite.tasks.recall_exam import ASKED, CHANCE, exam_cells, measure
 from k3lite.tasks.recall_job import (
     RECIPE,
+    TOKENS_PER_STEP,
     TRAINED_LENGTH,
+    WIDTH,
     Job,
     curriculum,
     load_sibling,
@@ -21,9 +23,16 @@ from k3lite.tasks.recall_job import (
     train_sibling,
 )
 from k3lite.tasks.recall_report import spread, text_table
-from k3lite.tasks.siblings import ConvMLA
+from k3lite.tasks.siblings import ConvMLA, sibling_cache_bytes, sibling_config
 from k3lite.tasks.trained import read_card
 from k3lite.train import STATE, Recipe
+
+SHIPPED = Path(__file__).resolve().parents[2] / "data" / "models" / "recall"
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    return json.loads((SHIPPED / "recall.json").read_text())
 
 
 def kinds_of(recipe, **options):
@@ -249,3 +258,73 @@ def test_a_small_sibling_made_again_does_what_its_card_says(tmp_path):
     again = measure(model, "facts", 64, 4, 200, seed=1)  # other documents
     assert abs(said["recall"] - again.recall) < 4 * (said["recall_error"] ** 2 + again.recall_error**2) ** 0.5
     assert read_card(folder / "model", "recall")["sha256"] == card["sha256"], "on one machine, bit for bit"
+
+
+# ---- what is shipped
+
+
+def test_the_shipped_figures_are_complete(shipped):
+    assert shipped["complete"] and shipped["trained_length"] == TRAINED_LENGTH
+    wanted = {(v, WIDTH, s) for v in Job.variants for s in Job.seeds}
+    assert {(m["variant"], m["width"], m["seed"]) for m in shipped["models"]} == wanted
+    measured = [(r["variant"], r["width"], r["seed"], r["kind"], r["length"], r["facts"]) for r in shipped["records"]]
+    assert sorted(measured) == sorted((*who, *cell) for who in wanted for cell in exam_cells(Job.lengths, Job.facts))
+
+
+FILES = {  # what each tells of, and how many layers these have
+    "recall": ([(v, WIDTH) for v in Job.variants], 4),
+    "width-48": ([("kda", 48)], 4),
+    "ratio-1-1": ([("1:1", WIDTH)], 4),
+    "layers-8": ([("hybrid", WIDTH), ("7:1", WIDTH)], 8),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_shipped_was_made_by_the_recipe_of_the_command(name):
+    siblings, layers = FILES[name]
+    result = json.loads((SHIPPED / f"{name}.json").read_text())
+    made = [(m["variant"], m["width"], m["seed"]) for m in result["models"]]
+    assert made == [(*who, seed) for seed in Job.seeds for who in siblings]
+    for entry in result["models"]:
+        card = entry["card"]
+        if name == "recall":  # reading checks the sha256 of the weights
+            assert read_card(SHIPPED / entry["folder"], "recall") == card
+        assert card["recipe"] == dataclasses.asdict(dataclasses.replace(RECIPE, seed=entry["seed"]))
+        assert (card["variant"], card["width"], card["layers"]) == (entry["variant"], entry["width"], layers)
+        assert (card["trained_length"], card["tokens_per_step"]) == (TRAINED_LENGTH, TOKENS_PER_STEP)
+    sizes = [entry["parameters"] for entry in result["models"]]
+    assert max(sizes) < 1.01 * min(sizes)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_controls_score_chance_and_errors_are_small(name):
+    result = json.loads((SHIPPED / f"{name}.json").read_text())
+    controls, p = [r for r in result["records"] if r["kind"] == "control"], CHANCE["recall"]
+    asked = sum(r["questions"] for r in controls)
+    assert sum(r["recall"] * r["questions"] for r in controls) / asked < p + 4 * (p * (1 - p) / asked) ** 0.5
+    assert all(r["recall"] < p + 4.5 * (p * (1 - p) / r["questions"]) ** 0.5 for r in controls)
+    assert all(r["recall_error"] < 0.065 for r in result["records"])
+
+
+@pytest.mark.parametrize("variant", Job.variants)
+def test_the_shipped_model_is_the_measured_one(shipped, variant):
+    (entry,) = (m for m in shipped["models"] if (m["variant"], m["width"], m["seed"]) == (variant, WIDTH, 0))
+    folder = SHIPPED / entry["folder"]
+    assert read_card(folder, "recall") == entry["card"]
+    model = load_sibling(folder)
+    assert model.config == sibling_config(variant, VOCABULARY), "what the command would make today"
+    assert sum(p.numel() for p in model.parameters()) == entry["parameters"]
+    (record,) = (
+        r for r in shipped["records"]
+        if (r["variant"], r["width"], r["seed"], r["kind"], r["length"], r["facts"])
+        == (variant, WIDTH, 0, "facts", 256, 16)
+    )  # fmt: skip
+    again = measure(model, "facts", 256, 16, 60, seed=1)  # other documents
+    error = 4 * (again.recall_error**2 + record["recall_error"] ** 2) ** 0.5
+    assert again.recall == pytest.approx(record["recall"], abs=max(error, 0.01))
+    for kept in (c for c in shipped["cache"] if c["variant"] == variant):
+        assert kept["total"] == sibling_cache_bytes(variant, model.config, kept["length"]).total
+
+
+def test_the_shipped_folder_stays_small():
+    assert sum(p.stat().st_size for p in SHIPPED.rglob("*") if p.is_file()) < 1e7

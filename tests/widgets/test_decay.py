@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from statistics import median
 
 import plotly.graph_objects as go
 import pytest
@@ -270,10 +271,10 @@ def test_every_control_has_a_label_with_its_unit(make):
 def test_no_update_is_slow(box):
     times = []
     for token in range(1, 20):
-        start = time.perf_counter()
+        start = time.thread_time()
         box.controls["token"].value = token
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.2  # the least of many: others may be using this machine
+        times.append(time.thread_time() - start)
+    assert median(times) < 0.2  # CPU seconds
 
 
 # ---- the tile

@@ -28,13 +28,11 @@ TRACES = [
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """One sibling of each kind, hardly trained: what a test needs of them is that they differ. And one that knows
-    something (facts without words between them).
-    """
+    """One sibling of each kind, hardly trained: what a test needs of them is that they differ."""
     folder, threads = tmp_path_factory.mktemp("siblings"), torch.get_num_threads()
     torch.set_num_threads(1)
     for variant in VARIANTS:
-        recipe = Recipe(steps=160 if variant == "hybrid" else 8, lr=1e-2, warmup=5, task="lab")
+        recipe = Recipe(steps=8, lr=1e-2, warmup=5, task="lab")
         train_sibling(folder / f"{variant}-s0", variant, recipe, longest=32, tokens=256, progress=False)
     torch.set_num_threads(threads)
     return folder
@@ -276,8 +274,8 @@ def test_traces_and_notes_are_always_the_same_in_the_same_order(folder, variant,
     assert f"{r.right} of {len(r.needles)} value" in fig.layout.title.text
 
 
-def test_the_map_shows_the_counts_and_the_strip_the_answers(folder):
-    r = asked(folder, "hybrid", facts=24, seed=3)
+def test_the_map_shows_the_counts_and_the_strip_the_answers():
+    r = compute(sibling="mla-s0", length=256, facts=24, seed=3)  # as shipped: it guesses
     counts = {(256, 0): (1, 4), (4096, 4): (3, 3)}
     fig = figure(r, counts)
     z = fig.data[0].z
@@ -287,7 +285,7 @@ def test_the_map_shows_the_counts_and_the_strip_the_answers(folder):
     assert list(fig.data[8].x) == sorted(n.place for n in r.needles if not n.right)
     assert len(fig.data[9].x) == 24 - 16 and list(fig.data[10].x) == [r.asked.place]
     assert fig.data[10].y[0] == round(100 * r.shares(r.best_head)[0], 2)
-    assert 0 < r.right < 16, "the trained sibling should know some and not all, or this test says little"
+    assert 0 < r.right < 16, "some and not all, or this test says little"
 
 
 def test_the_table_has_a_row_for_every_question_and_headings_for_screen_readers(folder):
