@@ -1,5 +1,5 @@
 """The command line: `k3lite needle`, `k3lite needle ask`, `k3lite train mqar`, `k3lite train recall`,
-`k3lite train balance`, `k3lite train ep`, `k3lite bench`."""
+`k3lite train balance`, `k3lite train depth`, `k3lite train ep`, `k3lite bench`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from safetensors import SafetensorError
 
 from k3lite import bench, parallel
 from k3lite.checkpoint import load_model
-from k3lite.tasks import balance_job, ep_job, mqar_job, needle_job, recall_job, recall_report
+from k3lite.tasks import balance_job, depth_job, ep_job, mqar_job, needle_job, recall_job, recall_report
 from k3lite.tasks.balance_task import Method
+from k3lite.tasks.depth import parse_size
 from k3lite.tasks.needle_ask import ask, prepare_document
 from k3lite.tasks.needle_report import text_table
 from k3lite.tasks.siblings import VARIANTS
@@ -153,6 +154,19 @@ def _train_balance(args: argparse.Namespace) -> int:
     return 0
 
 
+def _train_depth(args: argparse.Namespace) -> int:
+    job = depth_job.Job(
+        out=args.out,
+        recipe=dataclasses.replace(depth_job.RECIPE, steps=args.steps),
+        sizes=args.sizes,
+        seeds=args.seeds,
+    )
+    _begin(job, args.restart)
+    print(depth_job.text_table(depth_job.run(job)))
+    print(f"\nwritten: {args.out / depth_job.RESULT}, and the models beside it")
+    return 0
+
+
 def _train_ep(args: argparse.Namespace) -> int:
     job = ep_job.Job(
         out=args.out,
@@ -176,7 +190,7 @@ def _train_ep(args: argparse.Namespace) -> int:
     return 0 if result["equal"] else 1
 
 
-def _begin(job: mqar_job.Job | recall_job.Job, restart: bool) -> None:
+def _begin(job: mqar_job.Job | recall_job.Job | depth_job.Job, restart: bool) -> None:
     """Check a job of several models and say what is done already."""
     job.check()
     if restart:
@@ -241,6 +255,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     _balance_options(tasks.add_parser("balance", help="balance of experts: what each rule does to loads and loss"))
+    _depth_options(tasks.add_parser("depth", help="attention over depth: plain sum, Full AttnRes, blocks"))
     _ep_options(tasks.add_parser("ep", help="experts on several ranks, started by torchrun: as on one?"))
 
     speed = commands.add_parser("bench", help="measure speed as a ratio within one run")
@@ -293,7 +308,9 @@ def _recall_options(recall: argparse.ArgumentParser) -> None:
 
 def _balance_options(balance: argparse.ArgumentParser) -> None:
     default = balance_job.Job(out=Path("out/balance"))
-    balance.add_argument("--methods", type=_methods, default=default.methods, help="like none,auxiliary:0.1,quantile")
+    balance.add_argument(
+        "--methods", type=_each(Method.parse), default=default.methods, help="like none,auxiliary:0.1,quantile"
+    )
     balance.add_argument("--data", type=_list(str), default=default.data, help=f"of: {', '.join(default.data)}")
     balance.add_argument("--seeds", type=_list(int), default=default.seeds, help="a run of each method a seed")
     balance.add_argument("--steps", type=int, default=default.steps, help="training steps (default %(default)s)")
@@ -303,11 +320,34 @@ def _balance_options(balance: argparse.ArgumentParser) -> None:
     _threads(balance)
 
 
-def _methods(text: str) -> tuple[Method, ...]:
-    try:
-        return _list(Method.parse)(text)
-    except ValueError as e:
-        raise argparse.ArgumentTypeError(str(e)) from e  # argparse would drop the reason of a ValueError
+def _each(parse: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
+    """`_list`, with the reason of a ValueError, which argparse would drop."""
+
+    def read(text: str) -> tuple[T, ...]:
+        try:
+            return _list(parse)(text)
+        except ValueError as e:
+            raise argparse.ArgumentTypeError(str(e)) from e
+
+    return read
+
+
+def _depth_options(depth: argparse.ArgumentParser) -> None:
+    default = depth_job.Job(out=Path("out/depth"))
+    depth.add_argument(
+        "--sizes",
+        type=_each(parse_size),
+        default=default.sizes,
+        help="plain, full, or layers a block, like plain,full,1,4",
+    )
+    depth.add_argument("--seeds", type=_list(int), default=default.seeds, help="one model of each size a seed")
+    depth.add_argument("--steps", type=int, default=default.recipe.steps, help="training steps (default %(default)s)")
+    depth.add_argument(
+        "--out", type=Path, default=default.out, help="folder of models and results (default %(default)s)"
+    )
+    depth.add_argument("--restart", action="store_true", help="forget these models, and checkpoints, in the folder")
+    depth.set_defaults(run=_train_depth)
+    _threads(depth)
 
 
 def _ep_options(ep: argparse.ArgumentParser) -> None:

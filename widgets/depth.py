@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from k3lite.checkpoint import load_model
 from k3lite.config import K3Config
 from k3lite.model import K3ForCausalLM
-from k3lite.tasks.depth import LENGTH, shares, size_name, watching
+from k3lite.tasks.depth import LENGTH, read_shares, size_name, watching
 from k3lite.tasks.text import DATA, encode
 from widgets import common
 from widgets.common import labelled, whole
@@ -122,7 +122,7 @@ def _run(size: float, text: str, cut: int | None) -> tuple[torch.Tensor, list, l
     with watching(model, cut) as streams:
         probabilities = model(ids).logits[0].softmax(-1)
     (stream,) = streams
-    return probabilities, [shares(stream, t) for t in range(len(text))], shares(stream)
+    return probabilities, [read_shares(stream, t) for t in range(len(text))], read_shares(stream)
 
 
 def _loss(probabilities: torch.Tensor, text: str) -> float:

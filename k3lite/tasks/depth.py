@@ -75,7 +75,7 @@ def prose(recipe: Recipe) -> BatchAt:
     return batch_at
 
 
-def exam(rows: int) -> Tensor:
+def depth_exam(rows: int) -> Tensor:
     """[rows, LENGTH] consecutive bytes of the held-out books."""
     return haystack("heldout")[EXAM_START : EXAM_START + rows * LENGTH].view(rows, LENGTH)
 
@@ -160,7 +160,7 @@ def watching(model: K3ForCausalLM, hidden: int | None = None) -> Iterator[list[W
 
 
 @torch.no_grad()
-def shares(stream: WatchedStream, token: int | None = None) -> list[list[float]]:
+def read_shares(stream: WatchedStream, token: int | None = None) -> list[list[float]]:
     """For each read, its sources' shares: a mean over all tokens, or those of one token of the first row.
 
     A read that has nothing to choose from (layer 0's attention) reads its one source with share 1.
@@ -202,12 +202,12 @@ def measure(model: K3ForCausalLM, rows: Tensor) -> Measured:
         output_rms=[rms(x) for x in stream.outputs],
         live_rms=[rms(x) for x in stream.sums],
         gradients=norms,
-        shares=shares(stream) if stream.block_size else [],
+        shares=read_shares(stream) if stream.block_size else [],
     )
 
 
 @torch.no_grad()
-def loss_without(model: K3ForCausalLM, rows: Tensor, hidden: int | None) -> float:
+def loss_when_cut(model: K3ForCausalLM, rows: Tensor, hidden: int | None) -> float:
     """Nats per byte of rows [N, T] when no one may read source `hidden`; None: as trained."""
     with watching(model, hidden):
         return float(model(rows, labels=rows).loss)

@@ -10,7 +10,17 @@ from typing import Any
 import torch
 
 from k3lite.model import K3ForCausalLM
-from k3lite.tasks.depth import LAYERS, SIZES, depth_config, depth_model, exam, loss_without, measure, prose, size_name
+from k3lite.tasks.depth import (
+    LAYERS,
+    SIZES,
+    depth_config,
+    depth_exam,
+    depth_model,
+    loss_when_cut,
+    measure,
+    prose,
+    size_name,
+)
 from k3lite.tasks.trained import forget, read_card, run_models, train_or_load
 from k3lite.train import Recipe
 
@@ -82,14 +92,14 @@ def run(job: Job, progress: bool = True) -> dict[str, Any]:
 
 def _measured(model: K3ForCausalLM) -> dict[str, Any]:
     """Held-out loss; sizes, gradients and shares by depth; the loss with each source cut out."""
-    probe, rows = measure(model, exam(PROBE_ROWS)), exam(CUT_ROWS)
+    probe, rows = measure(model, depth_exam(PROBE_ROWS)), depth_exam(CUT_ROWS)
     sources = range(max(map(len, probe.shares), default=0))
     with torch.no_grad():
-        loss = float(model(exam(LOSS_ROWS), labels=exam(LOSS_ROWS)).loss)
+        loss = float(model(depth_exam(LOSS_ROWS), labels=depth_exam(LOSS_ROWS)).loss)
     kept = dataclasses.asdict(probe) | {
         "loss": loss,
-        "loss_whole": loss_without(model, rows, None),
-        "loss_without": [loss_without(model, rows, source) for source in sources],
+        "loss_whole": loss_when_cut(model, rows, None),
+        "loss_without": [loss_when_cut(model, rows, source) for source in sources],
     }
     return {"parameters": sum(p.numel() for p in model.parameters())} | _rounded(kept)
 

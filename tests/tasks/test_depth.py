@@ -9,14 +9,14 @@ from k3lite.tasks.depth import (
     ROWS,
     WatchedStream,
     depth_config,
+    depth_exam,
     depth_model,
-    exam,
-    loss_without,
+    loss_when_cut,
     measure,
     parse_size,
     prose,
+    read_shares,
     rms,
-    shares,
     size_name,
     watching,
 )
@@ -63,7 +63,7 @@ def test_rows_are_prose_and_depend_on_seed_and_step():
 
 
 def test_exam_is_held_out():
-    rows = exam(3)
+    rows = depth_exam(3)
     assert rows.shape == (3, LENGTH)
     assert bytes(rows.flatten().tolist()) in bytes(haystack("heldout").tolist())
     assert bytes(rows[0].tolist()) not in bytes(haystack("train").tolist())
@@ -99,11 +99,11 @@ def test_shares_belong_to_what_was_read():
     assert_close("final", stream.reads[-1].what, want, 1e-5)
     assert_close("by share", by_share, want, 1e-5)
 
-    rows = shares(stream)
+    rows = read_shares(stream)
     assert [len(row) for row in rows] == [1, 2, 2, 3, 3, 4, 4, 5, 5]
     assert all(sum(row) == pytest.approx(1, abs=1e-5) for row in rows)
-    assert shares(stream, token=2)[-1] == pytest.approx(stream.reads[-1].weights[:, 0, 2].tolist())
-    assert shares(stream)[-1] == pytest.approx(stream.reads[-1].weights.mean((1, 2)).tolist())
+    assert read_shares(stream, token=2)[-1] == pytest.approx(stream.reads[-1].weights[:, 0, 2].tolist())
+    assert read_shares(stream)[-1] == pytest.approx(stream.reads[-1].weights.mean((1, 2)).tolist())
 
 
 def test_zero_queries_share_alike():
@@ -114,8 +114,8 @@ def test_zero_queries_share_alike():
                 p.zero_()
     with watching(m) as streams:
         m(IDS)
-    assert [len(row) for row in shares(streams[0])] == list(range(1, 10))
-    for row in shares(streams[0]):
+    assert [len(row) for row in read_shares(streams[0])] == list(range(1, 10))
+    for row in read_shares(streams[0]):
         assert row == pytest.approx([1 / len(row)] * len(row), abs=1e-5)
 
 
@@ -126,7 +126,7 @@ def test_a_hidden_source_is_read_by_no_one():
         cut = m(IDS).logits
     with watching(m) as seen:
         m(IDS)
-    rows, whole = shares(hidden[0]), shares(seen[0])
+    rows, whole = read_shares(hidden[0]), read_shares(seen[0])
     assert all(row[1] == 0 for row in rows[1:]) and all(sum(row) == pytest.approx(1, abs=1e-5) for row in rows)
     assert rows[1] == [1, 0] and whole[1][1] > 0
 
@@ -143,9 +143,9 @@ def test_loss_without():
     m = model(2)
     with torch.no_grad():
         want = float(m(IDS, labels=IDS).loss)
-    assert loss_without(m, IDS, None) == pytest.approx(want, rel=1e-5)
-    assert loss_without(m, IDS, 0) != pytest.approx(want, rel=1e-3)
-    assert loss_without(m, IDS, 99) == pytest.approx(want, rel=1e-5), "a source that does not exist"
+    assert loss_when_cut(m, IDS, None) == pytest.approx(want, rel=1e-5)
+    assert loss_when_cut(m, IDS, 0) != pytest.approx(want, rel=1e-3)
+    assert loss_when_cut(m, IDS, 99) == pytest.approx(want, rel=1e-5), "a source that does not exist"
 
 
 @pytest.mark.parametrize("size", [None, 1])

@@ -8,7 +8,7 @@ import torch
 
 from k3lite.attn_res import sources_per_read
 from k3lite.checkpoint import load_model
-from k3lite.tasks.depth import LAYERS, LENGTH, depth_config, shares, size_name, watching
+from k3lite.tasks.depth import LAYERS, LENGTH, depth_config, read_shares, size_name, watching
 from k3lite.tasks.text import encode
 from widgets.depth import FOLDER, NOTHING, SIZES, TEXT, compute, describe, explorer, figure, names, spelled
 
@@ -28,7 +28,7 @@ def test_numbers_are_those_of_the_stored_model(size):
     d = compute(size=size, token=9)
     with torch.no_grad(), watching(model) as streams:
         out = model(ids, labels=ids)
-    want = shares(streams[0], 8)
+    want = read_shares(streams[0], 8)
     assert [[x for x in row if x is not None] for row in d.shares] == [pytest.approx(row) for row in want]
     assert d.losses == (pytest.approx(float(out.loss), rel=1e-5),) * 2
     best = out.logits[0, 8].softmax(-1)
