@@ -84,6 +84,19 @@ def test_the_table_of_siblings_is_what_was_measured(variant):
     assert f"| {' | '.join(shares)} | {kept / 1024:,.0f} KiB |" in README
 
 
+def test_speeds_are_those_of_the_stored_rows():
+    decode, moe = (
+        {(r["case"], r["peer"]): r for r in json.loads((ROOT / "data" / "bench" / f"{name}.json").read_text())}
+        for name in ("decode", "moe")
+    )
+    one, four = (decode[f"hybrid 3:1, 262,144 tokens, batch {n}", "all-MLA"]["ratio"] for n in (1, 4))
+    assert f"the hybrid decodes {one:.1f} times as fast as its all-MLA twin ({four:.1f} at batch 4)" in README
+    few, many = (moe[f"layer forward, {n} experts", "limit"]["ours_s"] for n in (16, 896))
+    assert f"takes {many / few:.1f} times as long with 896 experts as with 16" in README
+    outputs, rows = (moe["experts forward, 896", f"loop, masked {what}"]["ratio"] for what in ("outputs", "rows"))
+    assert f"its experts are {outputs:.0f} times as fast" in README and f"and {rows:.1f} times as fast" in README
+
+
 @pytest.mark.parametrize(
     "figure",
     [
