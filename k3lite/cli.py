@@ -1,5 +1,4 @@
-"""The command line: `k3lite needle`, `k3lite needle ask`, `k3lite train mqar`, `k3lite train recall`,
-`k3lite train balance`, `k3lite train depth`, `k3lite train ep`, `k3lite bench`."""
+"""The command line: `k3lite needle`, `k3lite needle ask`, `k3lite train TASK`, `k3lite bench`."""
 
 from __future__ import annotations
 
@@ -7,25 +6,21 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
 
-from k3lite import bench, parallel
+from k3lite import bench, cli_train, parallel
 from k3lite.checkpoint import load_model
-from k3lite.tasks import balance_job, depth_job, ep_job, mqar_job, needle_job, recall_job, recall_report
-from k3lite.tasks.balance_task import Method
-from k3lite.tasks.depth import parse_size
+from k3lite.cli_options import list_of, threads
+from k3lite.tasks import needle_job
 from k3lite.tasks.needle_ask import ask, prepare_document
 from k3lite.tasks.needle_report import text_table
-from k3lite.tasks.siblings import VARIANTS
 from k3lite.tasks.trained import CARD, forget
 from k3lite.train import STATE, Stopped
 
-T = TypeVar("T")
 INTERRUPTED = 130
 
 
@@ -106,104 +101,6 @@ def _ask(args: argparse.Namespace) -> int:
     return 0
 
 
-def _train_mqar(args: argparse.Namespace) -> int:
-    job = mqar_job.Job(
-        out=args.out,
-        recipe=dataclasses.replace(mqar_job.RECIPE, steps=args.steps),
-        widths=args.widths,
-        seeds=args.seeds,
-        pairs=args.pairs,
-        rows=args.rows,
-    )
-    _begin(job, args.restart)
-    print(mqar_job.text_table(mqar_job.run(job)))
-    print(f"\nwritten: {args.out / mqar_job.RESULT}, and the models beside it")
-    return 0
-
-
-def _train_recall(args: argparse.Namespace) -> int:
-    job = recall_job.Job(
-        out=args.out,
-        recipe=dataclasses.replace(recall_job.RECIPE, steps=args.steps),
-        variants=args.variants,
-        widths=args.widths,
-        layers=args.layers,
-        seeds=args.seeds,
-        lengths=args.lengths,
-        facts=args.facts,
-        questions=args.questions,
-    )
-    _begin(job, args.restart)
-    print(recall_report.text_table(recall_job.run(job)))
-    print(f"\nwritten: {args.out / recall_job.RESULT}, and the models beside it")
-    return 0
-
-
-def _train_balance(args: argparse.Namespace) -> int:
-    job = balance_job.Job(args.out, args.methods, args.data, args.seeds, args.steps)
-    job.check()
-    if args.restart:
-        job.restart()
-    print(
-        f"{len(job.runs())} runs of {job.steps} steps on {torch.get_num_threads()} CPU thread(s); finished ones are kept"
-    )
-    result = balance_job.run(job)
-    for data in job.data:
-        print(f"\n{balance_job.text_table(result, data)}")
-    print(f"\nwritten: {args.out / balance_job.RESULT}")
-    return 0
-
-
-def _train_depth(args: argparse.Namespace) -> int:
-    job = depth_job.Job(
-        out=args.out,
-        recipe=dataclasses.replace(depth_job.RECIPE, steps=args.steps),
-        sizes=args.sizes,
-        seeds=args.seeds,
-    )
-    _begin(job, args.restart)
-    print(depth_job.text_table(depth_job.run(job)))
-    print(f"\nwritten: {args.out / depth_job.RESULT}, and the models beside it")
-    return 0
-
-
-def _train_ep(args: argparse.Namespace) -> int:
-    job = ep_job.Job(
-        out=args.out,
-        recipe=dataclasses.replace(ep_job.RECIPE, steps=args.steps),
-        batch=args.batch,
-        length=args.length,
-        dtype=args.dtype,
-    )
-    job.check()
-    with parallel.start(args.ranks, device=args.device, timeout=args.timeout) as ranks:
-        if ranks.first:
-            if args.restart:
-                job.restart()
-            print(f"training on {ranks.size} rank(s), then on one, {args.steps} steps of the same batches", flush=True)
-        shared = ep_job.run_on_ranks(job, ranks)
-    if not ranks.first:
-        return 0
-    result = ep_job.compare(job, shared)
-    print(ep_job.text_table(result))
-    print(f"\nwritten: {args.out / ep_job.RESULT}, and the whole model in {args.out / 'model'}")
-    return 0 if result["equal"] else 1
-
-
-def _begin(job: mqar_job.Job | recall_job.Job | depth_job.Job, restart: bool) -> None:
-    """Check a job of several models and say what is done already."""
-    job.check()
-    if restart:
-        job.restart()
-    folders = [folder for *_, folder in job.models()]
-    trained = sum((folder / "model" / CARD).exists() for folder in folders)
-    started = sum((folder / STATE).exists() for folder in folders)
-    print(
-        f"{len(folders)} models of {job.recipe.steps} steps on {torch.get_num_threads()} CPU thread(s): {trained} trained "
-        f"already, {started} to go on with, {len(folders) - trained - started} to begin (--restart trains all anew)"
-    )
-
-
 def _bench(args: argparse.Namespace) -> int:
     rows, remarks = bench.run(args.name, args.device)
     print("\n".join([bench.table(rows), *remarks]))
@@ -219,12 +116,12 @@ def _parser() -> argparse.ArgumentParser:
 
     needle = commands.add_parser("needle", help="train a small K3, then measure where it finds hidden facts")
     needle.add_argument(
-        "--lengths", type=_list(int), default=default.lengths, help="context lengths in bytes, like 256,1024"
+        "--lengths", type=list_of(int), default=default.lengths, help="context lengths in bytes, like 256,1024"
     )
     needle.add_argument(
-        "--depths", type=_list(float), default=default.depths, help="depths of the needle in percent, like 0,50,100"
+        "--depths", type=list_of(float), default=default.depths, help="depths of the needle in percent, like 0,50,100"
     )
-    needle.add_argument("--needles", type=_list(int), default=default.needles, help="needles in a document, like 1,4")
+    needle.add_argument("--needles", type=list_of(int), default=default.needles, help="needles in a document, like 1,4")
     needle.add_argument("--trials", type=int, default=default.trials, help="documents a cell (default %(default)s)")
     needle.add_argument("--steps", type=int, default=default.recipe.steps, help="training steps (default %(default)s)")
     needle.add_argument("--seed", type=int, default=default.recipe.seed)
@@ -233,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     needle.add_argument("--restart", action="store_true", help="forget a model or checkpoint in the folder")
     needle.set_defaults(run=_needle)
-    _threads(needle)
+    threads(needle)
 
     actions = needle.add_subparsers(title="actions", metavar="[ask]")
     question = actions.add_parser("ask", help="ask a trained model for a fact in a text of your own")
@@ -245,140 +142,17 @@ def _parser() -> argparse.ArgumentParser:
     question.add_argument("--hide", metavar="abc=4071", help="put this fact into the text first")
     question.add_argument("--depth", type=float, default=50, help="where to hide it, in percent (default %(default)s)")
     question.set_defaults(run=_ask)
-    _threads(question)
+    threads(question)
 
-    tasks = commands.add_parser("train", help="train small models on a task and measure them")
-    tasks = tasks.add_subparsers(title="tasks", required=True, metavar="TASK")
-    _mqar_options(tasks.add_parser("mqar", help="associative recall: how many pairs does a state of each width hold?"))
-    _recall_options(
-        tasks.add_parser("recall", help="gist and verbatim: what siblings with states, slots or both recall")
-    )
-
-    _balance_options(tasks.add_parser("balance", help="balance of experts: what each rule does to loads and loss"))
-    _depth_options(tasks.add_parser("depth", help="attention over depth: plain sum, Full AttnRes, blocks"))
-    _ep_options(tasks.add_parser("ep", help="experts on several ranks, started by torchrun: as on one?"))
+    cli_train.add(commands)
 
     speed = commands.add_parser("bench", help="measure speed as a ratio within one run")
     speed.add_argument("name", choices=sorted(bench.BENCHES))
     speed.add_argument("--device", default="cpu", help="cpu, or cuda where there is one (default %(default)s)")
     speed.add_argument("--json", type=Path, help="also write the rows to this file")
     speed.set_defaults(run=_bench)
-    _threads(speed)
+    threads(speed)
     return parser
-
-
-def _mqar_options(mqar: argparse.ArgumentParser) -> None:
-    default = mqar_job.Job(out=Path("out/mqar"))
-    mqar.add_argument("--widths", type=_list(int), default=default.widths, help="channels of a state, like 8,16,32,64")
-    mqar.add_argument("--seeds", type=_list(int), default=default.seeds, help="one model of each width a seed")
-    mqar.add_argument("--pairs", type=_list(int), default=default.pairs, help="pairs in a row when measuring")
-    mqar.add_argument("--rows", type=int, default=default.rows, help="held-out rows a cell (default %(default)s)")
-    mqar.add_argument("--steps", type=int, default=default.recipe.steps, help="training steps (default %(default)s)")
-    mqar.add_argument(
-        "--out", type=Path, default=default.out, help="folder of models and results (default %(default)s)"
-    )
-    mqar.add_argument("--restart", action="store_true", help="forget these models, and checkpoints, in the folder")
-    mqar.set_defaults(run=_train_mqar)
-    _threads(mqar)
-
-
-def _recall_options(recall: argparse.ArgumentParser) -> None:
-    default = recall_job.Job(out=Path("out/recall"))
-    variants = ", ".join(VARIANTS)
-    recall.add_argument("--variants", type=_list(str), default=default.variants, help=f"siblings, of: {variants}")
-    recall.add_argument("--widths", type=_list(int), default=default.widths, help="channels of a KDA state, like 16,32")
-    recall.add_argument("--layers", type=int, default=default.layers, help="of each sibling (default %(default)s)")
-    recall.add_argument("--seeds", type=_list(int), default=default.seeds, help="one model of each sibling a seed")
-    recall.add_argument("--lengths", type=_list(int), default=default.lengths, help="document lengths when measuring")
-    recall.add_argument("--facts", type=_list(int), default=default.facts, help="facts in a document when measuring")
-    recall.add_argument(
-        "--questions",
-        type=int,
-        default=default.questions,
-        help="questions a cell, fewer where costly (default %(default)s)",
-    )
-    recall.add_argument("--steps", type=int, default=default.recipe.steps, help="training steps (default %(default)s)")
-    recall.add_argument(
-        "--out", type=Path, default=default.out, help="folder of models and results (default %(default)s)"
-    )
-    recall.add_argument("--restart", action="store_true", help="forget these models, and checkpoints, in the folder")
-    recall.set_defaults(run=_train_recall)
-    _threads(recall)
-
-
-def _balance_options(balance: argparse.ArgumentParser) -> None:
-    default = balance_job.Job(out=Path("out/balance"))
-    balance.add_argument(
-        "--methods", type=_each(Method.parse), default=default.methods, help="like none,auxiliary:0.1,quantile"
-    )
-    balance.add_argument("--data", type=_list(str), default=default.data, help=f"of: {', '.join(default.data)}")
-    balance.add_argument("--seeds", type=_list(int), default=default.seeds, help="a run of each method a seed")
-    balance.add_argument("--steps", type=int, default=default.steps, help="training steps (default %(default)s)")
-    balance.add_argument("--out", type=Path, default=default.out, help="folder of the result (default %(default)s)")
-    balance.add_argument("--restart", action="store_true", help="forget what is in the folder")
-    balance.set_defaults(run=_train_balance)
-    _threads(balance)
-
-
-def _each(parse: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
-    """`_list`, with the reason of a ValueError, which argparse would drop."""
-
-    def read(text: str) -> tuple[T, ...]:
-        try:
-            return _list(parse)(text)
-        except ValueError as e:
-            raise argparse.ArgumentTypeError(str(e)) from e
-
-    return read
-
-
-def _depth_options(depth: argparse.ArgumentParser) -> None:
-    default = depth_job.Job(out=Path("out/depth"))
-    depth.add_argument(
-        "--sizes",
-        type=_each(parse_size),
-        default=default.sizes,
-        help="plain, full, or layers a block, like plain,full,1,4",
-    )
-    depth.add_argument("--seeds", type=_list(int), default=default.seeds, help="one model of each size a seed")
-    depth.add_argument("--steps", type=int, default=default.recipe.steps, help="training steps (default %(default)s)")
-    depth.add_argument(
-        "--out", type=Path, default=default.out, help="folder of models and results (default %(default)s)"
-    )
-    depth.add_argument("--restart", action="store_true", help="forget these models, and checkpoints, in the folder")
-    depth.set_defaults(run=_train_depth)
-    _threads(depth)
-
-
-def _ep_options(ep: argparse.ArgumentParser) -> None:
-    default = ep_job.Job(out=Path("out/ep"))
-    ep.add_argument("--ranks", type=int, help="how many torchrun must have started (default: any number)")
-    ep.add_argument("--steps", type=int, default=default.recipe.steps, help="training steps (default %(default)s)")
-    ep.add_argument("--batch", type=int, default=default.batch, help="rows of all ranks together (default %(default)s)")
-    ep.add_argument("--length", type=int, default=default.length, help="bytes in a row (default %(default)s)")
-    ep.add_argument("--dtype", default=default.dtype, help="float64 or float32 (default %(default)s)")
-    ep.add_argument("--device", default="cpu", help="cpu (gloo), or cuda (NCCL, one GPU a rank; default %(default)s)")
-    ep.add_argument(
-        "--timeout", type=float, default=parallel.TIMEOUT, help="seconds to wait for other ranks (default %(default)g)"
-    )
-    ep.add_argument(
-        "--out", type=Path, default=default.out, help="folder of model, checkpoints and results (default %(default)s)"
-    )
-    ep.add_argument("--restart", action="store_true", help="forget the checkpoints in the folder")
-    ep.set_defaults(run=_train_ep)
-    _threads(ep)
-
-
-def _threads(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--threads", type=int, default=None, help="CPU threads (default: what torch chooses)")
-
-
-def _list(kind: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
-    def parse(text: str) -> tuple[T, ...]:
-        return tuple(kind(part) for part in text.split(","))
-
-    parse.__name__ = f"comma-separated list of {kind.__name__}"  # argparse shows it in its error
-    return parse
 
 
 if __name__ == "__main__":
