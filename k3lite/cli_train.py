@@ -10,7 +10,7 @@ import torch
 
 from k3lite import parallel
 from k3lite.cli_options import each_of, list_of, threads
-from k3lite.tasks import balance_job, depth_job, ep_job, mqar_job, recall_job, recall_report
+from k3lite.tasks import balance_job, depth_job, ep_job, mqar_job, qat_job, recall_job, recall_report
 from k3lite.tasks.balance_task import Method
 from k3lite.tasks.depth import parse_size
 from k3lite.tasks.siblings import VARIANTS
@@ -28,6 +28,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     _balance_options(tasks.add_parser("balance", help="balance of experts: what each rule does to loads and loss"))
     _depth_options(tasks.add_parser("depth", help="attention over depth: plain sum, Full AttnRes, blocks"))
+    _qat_options(tasks.add_parser("qat", help="rounding after training against training with rounding"))
     _ep_options(tasks.add_parser("ep", help="experts on several ranks, started by torchrun: as on one?"))
 
 
@@ -104,6 +105,16 @@ def _depth_options(depth: argparse.ArgumentParser) -> None:
     depth.add_argument("--restart", action="store_true", help="forget these models, and checkpoints, in the folder")
     depth.set_defaults(run=_train_depth)
     threads(depth)
+
+
+def _qat_options(qat: argparse.ArgumentParser) -> None:
+    default = qat_job.Job(out=Path("out/qat"))
+    qat.add_argument("--seeds", type=list_of(int), default=default.seeds, help="models of each kind, one a seed")
+    qat.add_argument("--steps", type=int, default=default.recipe.steps, help="training steps (default %(default)s)")
+    qat.add_argument("--out", type=Path, default=default.out, help="folder of models and results (default %(default)s)")
+    qat.add_argument("--restart", action="store_true", help="forget these models, and checkpoints, in the folder")
+    qat.set_defaults(run=_train_qat)
+    threads(qat)
 
 
 def _ep_options(ep: argparse.ArgumentParser) -> None:
@@ -186,6 +197,14 @@ def _train_depth(args: argparse.Namespace) -> int:
     return 0
 
 
+def _train_qat(args: argparse.Namespace) -> int:
+    job = qat_job.Job(args.out, dataclasses.replace(qat_job.RECIPE, steps=args.steps), seeds=args.seeds)
+    _begin(job, args.restart)
+    print(qat_job.text_table(qat_job.run(job)))
+    print(f"\nwritten: {args.out / qat_job.RESULT}, and the models beside it")
+    return 0
+
+
 def _train_ep(args: argparse.Namespace) -> int:
     job = ep_job.Job(
         out=args.out,
@@ -209,7 +228,7 @@ def _train_ep(args: argparse.Namespace) -> int:
     return 0 if result["equal"] else 1
 
 
-def _begin(job: mqar_job.Job | recall_job.Job | depth_job.Job, restart: bool) -> None:
+def _begin(job: mqar_job.Job | recall_job.Job | depth_job.Job | qat_job.Job, restart: bool) -> None:
     """Check a job of several models and say what is done already."""
     job.check()
     if restart:

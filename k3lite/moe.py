@@ -29,6 +29,7 @@ from k3lite.config import K3Config
 from k3lite.mlp import GatedMLP, RMSNorm, activation, linear
 from k3lite.ops.experts import grouped_experts
 from k3lite.ops.pointwise import upcast
+from k3lite.qat import round_input, round_weight, rounding_after
 
 RULES = ("quantile", "histogram", "sign", "auxiliary", "none")
 BINS = 1000  # of the histogram rule (k3-architecture §2.4)
@@ -124,9 +125,19 @@ class Experts(nn.Module):
         self.w1, self.w3 = (nn.Parameter(torch.empty(E, width, D)) for _ in range(2))
         self.w2 = nn.Parameter(torch.empty(E, D, width))
         self.act = activation(config)
+        self.rounding: str | None = None  # scale rule while training with rounding, see `qat.set_rounding`
 
     def forward(self, z: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        return grouped_experts(z, chosen, weights, self.w1, self.w3, self.w2, self.act)
+        """z [N,D], ids and weights [N,k] -> [N,D]."""
+        return run_experts(self, z, chosen, weights)
+
+
+def run_experts(layer: nn.Module, z: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """`grouped_experts` with a layer's w1, w3, w2 and act, weights and inputs rounded where `layer.rounding` says so."""
+    w, act, rule = (layer.w1, layer.w3, layer.w2), layer.act, layer.rounding
+    if rule is not None:
+        z, w, act = round_input(z, rule), [round_weight(x, rule) for x in w], rounding_after(act, rule)
+    return grouped_experts(z, chosen, weights, *w, act)
 
 
 class LatentMoE(nn.Module):

@@ -235,6 +235,11 @@ def _format(name: str) -> ElementFormat:
 def _check(x: Tensor, axis: int, scale_rule: str) -> None:
     _check_dtype("x", x.dtype)
     _scale_shape(x.shape, axis)
+    check_scale_rule(scale_rule)
+
+
+def check_scale_rule(scale_rule: str) -> None:
+    """Raise ValueError for what is none of `SCALE_RULES`."""
     if scale_rule not in SCALE_RULES:
         raise ValueError(f"scale_rule: got {scale_rule!r}, wanted one of {', '.join(SCALE_RULES)}")
 

@@ -15,6 +15,7 @@ from k3lite.moe import Experts, LatentMoE
 from k3lite.mx import BLOCK, DTYPES, check_packed, pack_mxfp4, unpack_mxfp4
 from k3lite.ops.experts import by_expert
 from k3lite.ops.pointwise import upcast
+from k3lite.qat import round_input, rounding_after
 
 TILE = 2**16  # numbers of W that are decoded at once
 BACKENDS = ("auto", "torch", "triton")
@@ -102,14 +103,16 @@ class PackedExperts(nn.Module):
             for suffix, columns in (("packed", width // 2), ("scale", width // BLOCK)):
                 empty = torch.empty(E, out, columns, dtype=torch.uint8, device=w.device)
                 self.register_buffer(f"{name}_{suffix}", empty)
-        self.act = experts.act
+        self.act, self.rounding = experts.act, experts.rounding  # of the inputs, see `qat.set_rounding`
 
     def forward(self, z: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """As `Experts`: z [N,D], ids and weights [N,k] -> [N,D]."""
+        z = z if self.rounding is None else round_input(z, self.rounding)
         return by_expert(z, chosen, weights, self._expert)
 
     def _expert(self, e: int, x: Tensor) -> Tensor:
-        hidden = self.act(*(packed_linear(x, p[e], s[e]) for p, s in (self.pair("w1"), self.pair("w3"))))
+        act = self.act if self.rounding is None else rounding_after(self.act, self.rounding)
+        hidden = act(*(packed_linear(x, p[e], s[e]) for p, s in (self.pair("w1"), self.pair("w3"))))
         packed, scale = self.pair("w2")
         return packed_linear(hidden, packed[e], scale[e])
 
@@ -119,12 +122,16 @@ class PackedExperts(nn.Module):
 
 
 @torch.no_grad()
-def pack_experts(model: nn.Module, scale_rule: str = "floor") -> None:
-    """Round the routed experts of every layer to MXFP4 and keep nothing else of them. In place."""
+def pack_experts(model: nn.Module, scale_rule: str | None = None) -> None:
+    """Round the routed experts of every layer to MXFP4 and keep nothing else of them. In place.
+
+    scale_rule: None takes the one the model was trained with, "floor" if with none.
+    """
     for layer in _layers(model, Experts):
         packed = PackedExperts(layer.experts)
+        rule = scale_rule or layer.experts.rounding or "floor"
         for name, w in layer.experts.named_parameters():
-            for into, made in zip(packed.pair(name), pack_mxfp4(w, scale_rule), strict=True):
+            for into, made in zip(packed.pair(name), pack_mxfp4(w, rule), strict=True):
                 into.copy_(made)
         layer.experts = packed.train(layer.training)
 
@@ -141,6 +148,7 @@ def unpack_experts(model: nn.Module) -> None:
             dense = Experts(model.config).to(weight.dtype)
         for name, w in dense.named_parameters():
             w.copy_(unpack_mxfp4(*layer.experts.pair(name), weight.dtype))
+        dense.rounding = layer.experts.rounding
         layer.experts = dense.train(layer.training)
 
 

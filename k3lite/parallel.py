@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from k3lite.budget import row_bytes
 from k3lite.checkpoint import load_model, save_model
 from k3lite.model import K3ForCausalLM
-from k3lite.moe import Experts, LatentMoE, Router
-from k3lite.ops.experts import grouped_experts
+from k3lite.moe import Experts, LatentMoE, Router, run_experts
 from k3lite.ops.pointwise import upcast
 from k3lite.train import OneRank
 
@@ -245,7 +244,7 @@ class RankExperts(nn.Module):
     def __init__(self, experts: Experts, ranks: Ranks) -> None:
         """Keeps a copy of this rank's part: w1, w3 [E/R,I,D], w2 [E/R,D,I]."""
         super().__init__()
-        self.count, self.ranks, self.act = len(experts.w1), ranks, experts.act
+        self.count, self.ranks, self.act, self.rounding = len(experts.w1), ranks, experts.act, experts.rounding
         home = ranks.experts(self.count)
         for name in ("w1", "w3", "w2"):
             part = nn.Parameter(getattr(experts, name).detach()[home].clone())
@@ -279,7 +278,7 @@ class RankExperts(nn.Module):
         here = load[:, self.ranks.experts(self.count)]
         ids = torch.arange(here.shape[1], device=rows.device).repeat(len(here)).repeat_interleave(here.flatten())
         ones = upcast(rows.new_ones(len(rows), 1))
-        return grouped_experts(rows, ids.unsqueeze(1), ones, self.w1, self.w3, self.w2, self.act)
+        return run_experts(self, rows, ids.unsqueeze(1), ones)
 
 
 class RankRouter(Router):

@@ -23,6 +23,7 @@ from tqdm.auto import tqdm
 
 from k3lite.checkpoint import CheckpointError, open_safetensors, write_atomically
 from k3lite.model import K3ForCausalLM
+from k3lite.qat import rounding_of
 
 STATE = "train_state.safetensors"
 BatchAt = Callable[[int], tuple[Tensor, Tensor]]  # step -> input_ids [B,T], labels [B,T]
@@ -211,7 +212,10 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
 
 
 def _identity(model: K3ForCausalLM, recipe: Recipe) -> str:
-    return json.dumps({"config": model.config.to_dict(), "recipe": dataclasses.asdict(recipe)}, sort_keys=True)
+    identity = {"config": model.config.to_dict(), "recipe": dataclasses.asdict(recipe)}
+    if rounding := rounding_of(model):
+        identity["rounding"] = rounding
+    return json.dumps(identity, sort_keys=True)
 
 
 def _tensors(model: K3ForCausalLM, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -19,6 +19,8 @@ ORDER = [
     "moonep",
     "minifloat",
     "mx",
+    "other_formats",
+    "qat",
     "pages",
     "cache",
     "attn_res",
