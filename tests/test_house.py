@@ -40,6 +40,8 @@ ORDER = [
     "bench_decode",
     "bench_moe",
     "bench_mx",
+    "recompute",
+    "claims",
     "cli_options",
     "cli_train",
     "cli",
