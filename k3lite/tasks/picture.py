@@ -100,7 +100,7 @@ def points() -> Tensor:
     return torch.stack([x, y], -1).flatten(0, 1)
 
 
-def fit(model: PictureMLP, steps: int, lr: float) -> None:
+def fit_picture(model: PictureMLP, steps: int, lr: float) -> None:
     """Train in place on the whole picture, with the rounding that the model has; cosine to zero."""
     where, wanted = points(), picture().flatten()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
@@ -113,7 +113,7 @@ def fit(model: PictureMLP, steps: int, lr: float) -> None:
 
 
 @torch.no_grad()
-def show(model: PictureMLP, rounding: str) -> Fit:
+def as_shown(model: PictureMLP, rounding: str) -> Fit:
     """What a model shows when its matrices are rounded so."""
     before, model.rounding = model.rounding, rounding
     shown, wanted = model(points()).view(SIDE, SIDE), picture()
@@ -127,5 +127,5 @@ def tuned(model: PictureMLP, rounding: str, steps: int = FINE_STEPS, lr: float =
     other = PictureMLP(0)
     other.load_state_dict(model.state_dict())
     other.rounding = rounding
-    fit(other, steps, lr)
+    fit_picture(other, steps, lr)
     return other

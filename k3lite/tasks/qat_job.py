@@ -145,7 +145,7 @@ def _rounded(model: K3ForCausalLM, rule: str) -> dict[str, Any]:
 def _picture(seed: int) -> dict[str, Any]:
     """dB of each rounding, after training and after both ways of going on."""
     model = PictureMLP(seed)
-    picture.fit(model, PICTURE_STEPS, picture.LR)
+    picture.fit_picture(model, PICTURE_STEPS, picture.LR)
     measured = {"rounded": {name: _psnr(model, name) for name in ROUNDINGS}}
     for name, rounding in (("fine", "none"), ("fine-rounded", OURS)):
         other = picture.tuned(model, rounding, PICTURE_FINE_STEPS)
@@ -154,7 +154,7 @@ def _picture(seed: int) -> dict[str, Any]:
 
 
 def _psnr(model: PictureMLP, rounding: str) -> float:
-    return round(picture.show(model, rounding).psnr, 2)
+    return round(picture.as_shown(model, rounding).psnr, 2)
 
 
 # ---- showing
