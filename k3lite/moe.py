@@ -133,10 +133,11 @@ class Experts(nn.Module):
 
 
 def run_experts(layer: nn.Module, z: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """`grouped_experts` with a layer's w1, w3, w2 and act, weights and inputs rounded where `layer.rounding` says so."""
+    """`grouped_experts` with a layer's w1, w3, w2 and act; rounded if `layer.rounding` says how."""
     w, act, rule = (layer.w1, layer.w3, layer.w2), layer.act, layer.rounding
     if rule is not None:
-        z, w, act = round_input(z, rule), [round_weight(x, rule) for x in w], rounding_after(act, rule)
+        z, act = round_input(z, rule), rounding_after(act, rule)
+        w = (round_weight(x, rule) for x in w)
     return grouped_experts(z, chosen, weights, *w, act)
 
 

@@ -129,6 +129,11 @@ def preset(name: str) -> list[float]:
     return [round(round(v / STEP) * STEP, 2) for v in PRESETS[name]().clamp(-TOP, TOP).tolist()]
 
 
+def _near(values: tuple[float, ...], others: list[float]) -> bool:
+    """The same but for last bits, in which a browser's sliders differ."""
+    return max(abs(a - b) for a, b in zip(values, others, strict=True)) < STEP / 2
+
+
 def _error(kept: Tensor, x: Tensor) -> float:
     size = float(x.norm())
     return float((kept - x).norm()) / size if size else 0.0
@@ -181,9 +186,9 @@ def explorer(format: str = "e2m1", rule: str = "floor", shift: int = 0, start: s
         if name == "start" and c["start"].value != CUSTOM:
             for slider, value in zip(sliders.values(), preset(c["start"].value), strict=True):
                 slider.value = value
-        elif name in sliders:
-            c["start"].value = CUSTOM
         values = tuple(slider.value for slider in sliders.values())
+        if name in sliders and c["start"].value != CUSTOM and not _near(values, preset(c["start"].value)):
+            c["start"].value = CUSTOM
         b = compute(values=values, **{n: c[n].value for n in ("format", "rule", "shift")})
         common.redraw(drawn, figure(b))
         spoken.value = common.spoken(describe(b))
@@ -193,7 +198,7 @@ def explorer(format: str = "e2m1", rule: str = "floor", shift: int = 0, start: s
     spoken, message = w.HTML(common.spoken(describe(first))), common.Message()
     message.watch(controls, react)
     columns = common.side_by_side([[c["format"], c["rule"]], [c["start"], c["shift"]]])
-    row = w.HBox(list(sliders.values()), layout={"width": f"{common.WIDTH}px", "padding": "0 0 0 52px"})
+    row = w.HBox(list(sliders.values()), layout={"width": f"{common.WIDTH}px", "padding": "0 0 0 64px"})
     return common.Explorer("mx", controls, drawn, spoken, message, [columns, message, row, drawn, spoken])
 
 
@@ -214,7 +219,7 @@ def _sliders(values: list[float]) -> dict[str, w.Widget]:
     return {
         f"value {i}": w.FloatSlider(
             value=value, min=-TOP, max=TOP, step=STEP, orientation="vertical", readout=False,
-            tooltip=f"number {i} of the block", layout={"height": "130px", "width": "24.6px", "margin": "0"},
+            tooltip=f"number {i} of the block", layout={"height": "130px", "width": "25.6px", "margin": "0"},
         )
         for i, value in enumerate(values)
     }  # fmt: skip

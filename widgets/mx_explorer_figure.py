@@ -12,7 +12,7 @@ from widgets import common
 if TYPE_CHECKING:
     from widgets.mx_explorer import Block
 
-ABOVE, BELOW = (0.52, 1.0), (0.0, 0.26)  # shares of the height
+ABOVE, BELOW = (0.5, 1.0), (0.0, 0.29)  # shares of the height
 LEFT, RIGHT = (0.0, 0.5), (0.74, 1.0)  # of the width, below
 BARS = 5
 

@@ -21,7 +21,7 @@ from k3lite.tasks.depth import (
     prose,
     size_name,
 )
-from k3lite.tasks.trained import forget, read_card, run_models, train_or_load
+from k3lite.tasks.trained import forget, from_lowest, read_card, run_models, train_or_load
 from k3lite.train import Recipe
 
 TASK = "depth"
@@ -129,9 +129,9 @@ def text_table(result: dict[str, Any]) -> str:
     for size in dict.fromkeys(m["block_size"] for m in result["models"]):
         models = pick(result, size)
         cells = [
-            _range([m["loss"] for m in models], 3),
-            _range([growth(m) for m in models], 1),
-            _range([max(m["gradients"]) / min(m["gradients"]) for m in models], 1),
+            from_lowest([m["loss"] for m in models], 3),
+            from_lowest([growth(m) for m in models], 1),
+            from_lowest([max(m["gradients"]) / min(m["gradients"]) for m in models], 1),
         ]
         lines.append(f"{size_name(size):10}" + "".join(f"{c:>{w}}" for c, w in zip(cells, (16, 22, 30), strict=True)))
     return "\n".join(lines)
@@ -140,8 +140,3 @@ def text_table(result: dict[str, Any]) -> str:
 def growth(model: dict[str, Any]) -> float:
     """Mean size of what the last four sub-layers add, over that of the first four."""
     return sum(model["output_rms"][-4:]) / sum(model["output_rms"][:4])
-
-
-def _range(values: list[float], digits: int) -> str:
-    low, high = (f"{f(values):.{digits}f}" for f in (min, max))
-    return low if low == high else f"{low} - {high}"

@@ -19,7 +19,7 @@ from k3lite.tasks import picture
 from k3lite.tasks.needle_job import PRESET
 from k3lite.tasks.picture import OURS, ROUNDINGS, PictureMLP
 from k3lite.tasks.qat import PARTS, experts_rounded, prose_and_needles, skill, weights_rounded
-from k3lite.tasks.trained import forget, fresh_model, read_card, run_models, train_or_load
+from k3lite.tasks.trained import forget, fresh_model, from_lowest, read_card, run_models, train_or_load
 from k3lite.train import Recipe
 
 TASK = "qat"
@@ -174,18 +174,12 @@ def text_table(result: dict[str, Any]) -> str:
     rows |= {"trained on with rounding": lambda m: m["fine-rounded"]["rounded"]}
     for name, get in rows.items():
         states = [get(m) for m in models]
-        cells = [span([s["loss"] for s in states], 4)]
-        cells += [span([100 * s["recall"][n] for s in states], 0) for n in ("1", "4")]
+        cells = [from_lowest([s["loss"] for s in states], 4)]
+        cells += [from_lowest([100 * s["recall"][n] for s in states], 0) for n in ("1", "4")]
         lines.append(f"{name:42}" + "".join(f"{c:>{w}}" for c, w in zip(cells, (16, 12, 12), strict=True)))
     lines += ["", f"{'the picture, in dB (higher is better)':42}{'likeness':>16}"]
     pictures = [m["picture"] for m in models]
     rows = {name: [p["rounded"][name] for p in pictures] for name in ROUNDINGS}
     rows |= {f"trained on, {r}": [p["fine"][r] for p in pictures] for r in ("none", OURS)}
     rows |= {f"with rounding: {OURS}": [p["fine-rounded"][OURS] for p in pictures]}
-    return "\n".join([*lines, *(f"{name:42}{span(values, 1):>16}" for name, values in rows.items())])
-
-
-def span(values: list[float], digits: int) -> str:
-    """Lowest to highest."""
-    low, high = (f"{f(values):.{digits}f}" for f in (min, max))
-    return low if low == high else f"{low} - {high}"
+    return "\n".join([*lines, *(f"{name:42}{from_lowest(values, 1):>16}" for name, values in rows.items())])

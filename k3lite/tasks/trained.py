@@ -124,6 +124,12 @@ def cell_seed(*parts: int) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "big")
 
 
+def from_lowest(values: Sequence[float], digits: int) -> str:
+    """Lowest to highest of several seeds, as text."""
+    low, high = (f"{f(values):.{digits}f}" for f in (min, max))
+    return low if low == high else f"{low} - {high}"
+
+
 def _task(about: str) -> str:
     return about.split(":")[0]
 
