@@ -25,10 +25,9 @@ from k3lite.config import K3Config
 from k3lite.model import K3ForCausalLM
 from k3lite.moe import LatentMoE
 from k3lite.packed import PackedExperts
+from k3lite.released import INDEX, PREFIX, Found, TensorSpec, a_log_shape, is_k3, listed, read_heads
 
 WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-PREFIX = "language_model."  # of the text model in K3's files
 _STACKED = re.compile(r"(.*\.experts)\.(w[123])(|_packed|_scale)$")
 _PACKED = re.compile(r"(.*)\.experts\.\d+\.w[123]\.weight_(?:packed|scale)$")
 # transformers 5.24 saves a dense layer's MLP under the experts' name; the released files say `mlp`.
@@ -71,52 +70,114 @@ def load_model(
     """
     folder = Path(folder)
     config = K3Config.from_json(folder) if config is None else config
-    files = _files(folder)
+    heads = read_heads(folder)
+    if heads.problems and not heads.tensors:
+        raise CheckpointError("; ".join(f"{folder}/{problem}" for problem in heads.problems))
     model = make(config)
-    _keep_packed(model, files)
+    _keep_packed(model, heads, folder)
     wanted = dict(released_tensors(model))
-    found: dict[str, Path] = {}
-    problems: list[str] = []
-    for path in files:
-        with open_safetensors(path) as f:
-            for raw in f.keys():
-                name = _name(raw)
-                if name in found:
-                    problems.append(f"{name}: twice, in {found[name].name} and {path.name}")
-                found[name] = path
-                if name not in wanted:
-                    problems.append(f"{name}: unknown")
-                elif not _fits(name, shape := tuple(f.get_slice(raw).get_shape()), wanted[name]):
-                    problems.append(f"{name}: shape {shape}, wanted {tuple(wanted[name].shape)}")
-                elif (f.get_slice(raw).get_dtype() == "U8") != (wanted[name].dtype == torch.uint8):
-                    problems.append(f"{name}: dtype {f.get_slice(raw).get_dtype()}, wanted {wanted[name].dtype}")
-    problems += [f"{name}: missing" for name in wanted if name not in found]
+    problems = [*heads.problems, *_misfits(heads, wanted)]
     if problems:
         shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
         raise CheckpointError(f"{folder}: not a checkpoint of this config: {shown}")
     with torch.no_grad():
-        for path in files:
-            with open_safetensors(path) as f:
-                for raw in f.keys():
-                    target = wanted[_name(raw)]
-                    target.copy_(f.get_tensor(raw).flatten()[: target.numel()].view_as(target))
+        for raw, tensor in _stream(heads, list(heads.tensors)):
+            target = wanted[_name(raw)]
+            target.copy_(tensor.flatten()[: target.numel()].view_as(target))
     return model.eval()
 
 
-def _keep_packed(model: K3ForCausalLM, files: list[Path]) -> None:
-    """Give the layers whose experts are packed in `files` the modules for that."""
-    layers = set()
-    for path in files:
-        with open_safetensors(path) as f:
-            layers |= {match[1] for raw in f.keys() if (match := _PACKED.fullmatch(_name(raw)))}
+def _misfits(heads: Found, wanted: dict[str, Tensor]) -> list[str]:
+    """Every wrong, missing, doubled or unknown tensor, a line each. Plain numbers may be of any width, they are converted."""
+    found: dict[str, str] = {}
+    problems: list[str] = []
+    for raw, spec in heads.tensors.items():
+        name, file = _name(raw), heads.where[raw].name
+        if name in found:
+            problems.append(f"{name}: twice, in {found[name]} and {file}")
+        found[name] = file
+        if name not in wanted:
+            problems.append(f"{name}: unknown")
+        elif not _fits(name, spec.shape, wanted[name]):
+            problems.append(f"{name}: shape {spec.shape}, wanted {tuple(wanted[name].shape)}")
+        elif (spec.dtype == "U8") != (wanted[name].dtype == torch.uint8):
+            problems.append(f"{name}: dtype {spec.dtype}, wanted {wanted[name].dtype}")
+    return problems + [f"{name}: missing" for name in wanted if name not in found]
+
+
+def _stream(heads: Found, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of these names, one after another, so that no more than one is in memory on the way."""
+    for shard in heads.shards:
+        mine = [name for name in names if heads.where[name] == shard]
+        if mine:
+            with open_safetensors(shard) as f:
+                yield from ((name, f.get_tensor(name)) for name in mine)
+
+
+def read_layer(folder: str | Path, layer: int | None) -> dict[str, Tensor]:
+    """The tensors of one decoder layer (from 0; None: those of no layer) by the names in the files, and nothing else of the folder.
+
+    Raises CheckpointError if the files are damaged or hold no such layer.
+    """
+    heads = read_heads(Path(folder))
+    if heads.problems:
+        raise CheckpointError(f"{folder}:\n{listed(heads.problems)}")
+    names = [name for name, spec in heads.tensors.items() if spec.layer == layer]
+    if not names:
+        raise CheckpointError(f"{folder}: holds no layer {layer}")
+    return dict(_stream(heads, names))
+
+
+def save_released(model: K3ForCausalLM, folder: str | Path) -> None:
+    """Write `folder` as the released files are: a prefix, padded `A_log`, a file for each layer, an index.
+
+    One layer is copied at a time. The folder appears whole or not at all; raises CheckpointError if it exists.
+    """
+    folder, config = Path(folder), model.config
+    if folder.exists():
+        raise CheckpointError(f"{folder}: exists already; choose another folder")
+    parts: dict[int | None, list[str]] = {}
+    tensors = dict(released_tensors(model))
+    for name in tensors:
+        parts.setdefault(TensorSpec(name, (), "U8").layer, []).append(name)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as tmp:
+        weight_map, size = {}, 0
+        for n, names in enumerate(parts.values(), 1):
+            file = f"model-{n:05d}-of-{len(parts):05d}.safetensors"
+            held = {_released_name(name, config): _as_released(name, tensors[name], config) for name in names}
+            save_file(held, Path(tmp) / file, {"format": "pt"})
+            weight_map |= dict.fromkeys(held, file)
+            size += sum(t.nbytes for t in held.values())
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        (Path(tmp) / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+        (Path(tmp) / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+        os.chmod(tmp, 0o755)
+        os.rename(tmp, folder)
+        Path(tmp).mkdir()  # for the context manager to remove
+
+
+def _released_name(name: str, config: K3Config) -> str:
+    return (PREFIX if is_k3(config) else "") + name
+
+
+def _as_released(name: str, tensor: Tensor, config: K3Config) -> Tensor:
+    tensor = tensor.detach().contiguous().clone()
+    if not name.endswith(".A_log"):
+        return tensor
+    shape = a_log_shape(config)
+    return torch.nn.functional.pad(tensor, (0, math.prod(shape) - tensor.numel())).view(shape)
+
+
+def _keep_packed(model: K3ForCausalLM, heads: Found, folder: Path) -> None:
+    """Give the layers whose experts are packed in the files the modules for that."""
+    layers = {match[1] for raw in heads.tensors if (match := _PACKED.fullmatch(_name(raw)))}
     for name, layer in model.named_modules():
         if name in layers and isinstance(layer, LatentMoE):
             try:
                 layer.experts = PackedExperts(layer.experts)
             except ValueError as e:
-                raise CheckpointError(
-                    f"{files[0].parent}: packed, which this config forbids: {name}.experts.{e}"
-                ) from e
+                raise CheckpointError(f"{folder}: packed, which this config forbids: {name}.experts.{e}") from e
 
 
 def _name(raw: str) -> str:
@@ -129,22 +190,6 @@ def _fits(name: str, shape: tuple[int, ...], target: Tensor) -> bool:
         numbers = math.prod(shape)
         return numbers == target.numel() or (len(shape) == 1 and numbers > target.numel() and numbers % 128 == 0)
     return shape == tuple(target.shape)
-
-
-def _files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder."""
-    index = folder / INDEX
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise CheckpointError(f"{index}: not a safetensors index ({e})") from e
-    else:
-        names = [WEIGHTS]
-    for name in names:
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{folder / name}: no such file")
-    return [folder / name for name in names]
 
 
 def open_safetensors(path: str | Path):

@@ -30,6 +30,7 @@ ORDER = [
     "moe",
     "packed",
     "model",
+    "released",
     "checkpoint",
     "generate",
     "train",
@@ -44,6 +45,7 @@ ORDER = [
     "claims",
     "cli_options",
     "cli_train",
+    "cli_verify",
     "cli",
 ]
 
