@@ -39,8 +39,8 @@ def rounding_after(act: Activation, scale_rule: str) -> Activation:
 def set_rounding(model: nn.Module, on: bool = True, scale_rule: str = "floor") -> None:
     """Let the routed experts of a model round, or stop rounding, in training and in use. In place.
 
-    Packed experts have MXFP4 weights anyway: there it is their inputs that are rounded or not. A loaded model does not round its
-    inputs, as the released config says (`input_activations: null`, weights alone in four bits).
+    Packed experts have MXFP4 weights anyway: there it is their inputs that are rounded or not. A loaded model rounds its
+    inputs if its config says so; the released one does not (`input_activations: null`, weights alone in four bits).
     Raises ValueError for a model without routed experts, and for an unknown scale rule.
     """
     check_scale_rule(scale_rule)

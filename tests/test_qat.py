@@ -122,6 +122,25 @@ def test_the_packed_model_is_the_one_that_was_trained(rule, tmp_path):
     assert rounding_of(packed) == rule and isinstance(experts_of(packed)[0], Experts)
 
 
+def asking(inputs):
+    groups = {"group_0": {"input_activations": inputs}}
+    raw = {"format": "mxfp4-pack-quantized", "config_groups": groups}
+    return K3Config.from_dict(TINY.to_dict() | {"quantization_config": raw})
+
+
+def test_a_config_can_ask_for_rounded_inputs(tmp_path):
+    model = random_model(asking({"type": "float", "num_bits": 8, "group_size": 32}))
+    set_rounding(model)
+    want = model(IDS).logits
+    pack_experts(model)
+    save_model(model, tmp_path)
+    assert rounding_of(load_model(tmp_path)) == "floor"
+    assert_close("logits", load_model(tmp_path)(IDS).logits, want, 1e-5)
+    assert not asking(None).rounds_expert_inputs and not TINY.rounds_expert_inputs
+    with pytest.raises(ValueError, match="input_activations: got .*'num_bits': 4.*, wanted null or float of 8 bits"):
+        assert asking({"type": "float", "num_bits": 4, "group_size": 32}).rounds_expert_inputs
+
+
 def values_moved(steps):
     """How many rounded weights so many small steps change."""
     model = random_model(TINY)
