@@ -8,12 +8,13 @@ is decided by the tensors that are there, on both ways, whatever the config says
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -25,7 +26,18 @@ from k3lite.config import K3Config
 from k3lite.model import K3ForCausalLM
 from k3lite.moe import LatentMoE
 from k3lite.packed import PackedExperts
-from k3lite.released import INDEX, PREFIX, Found, TensorSpec, a_log_shape, is_k3, listed, read_heads
+from k3lite.released import (
+    INDEX,
+    PREFIX,
+    Found,
+    TensorSpec,
+    a_log_shape,
+    compare,
+    is_k3,
+    listed,
+    read_heads,
+    tensor_list,
+)
 
 WEIGHTS = "model.safetensors"
 _STACKED = re.compile(r"(.*\.experts)\.(w[123])(|_packed|_scale)$")
@@ -130,36 +142,58 @@ def read_layer(folder: str | Path, layer: int | None) -> dict[str, Tensor]:
 
 
 def save_released(model: K3ForCausalLM, folder: str | Path) -> None:
-    """Write `folder` as the released files are: a prefix, padded `A_log`, a file for each layer, an index.
+    """Write `folder` as the released files are: a prefix, padded `A_log`, a file for each layer, an index. See `save_parts`."""
+    parts: dict[int | None, dict[str, Tensor]] = {}
+    for name, tensor in released_tensors(model):
+        parts.setdefault(TensorSpec(name, (), "U8").layer, {})[name] = tensor
+    save_parts(model.config, parts.values(), folder)
 
-    One layer is copied at a time. The folder appears whole or not at all; raises CheckpointError if it exists.
+
+def save_parts(config: K3Config, parts: Iterable[dict[str, Tensor]], folder: str | Path) -> None:
+    """The same from parts that come one after another, a file each: what belongs to no layer, and every layer.
+
+    parts: tensors by name, with the prefix or without, as `read_layer` gives them. No more than one part is held, so a model that
+    fits nowhere can be gone through. The folder appears whole or not at all; raises CheckpointError if it exists, or
+    if the parts are not a checkpoint of this config.
     """
-    folder, config = Path(folder), model.config
+    folder = Path(folder)
     if folder.exists():
         raise CheckpointError(f"{folder}: exists already; choose another folder")
-    parts: dict[int | None, list[str]] = {}
-    tensors = dict(released_tensors(model))
-    for name in tensors:
-        parts.setdefault(TensorSpec(name, (), "U8").layer, []).append(name)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as tmp:
         weight_map, size = {}, 0
-        for n, names in enumerate(parts.values(), 1):
-            file = f"model-{n:05d}-of-{len(parts):05d}.safetensors"
-            held = {_released_name(name, config): _as_released(name, tensors[name], config) for name in names}
+        for n, part in enumerate(parts, 1):
+            file = f"model-{n:05d}-of-{config.num_hidden_layers + 1:05d}.safetensors"
+            held = {_released_name(name, config): _as_released(name, t, config) for name, t in part.items()}
             save_file(held, Path(tmp) / file, {"format": "pt"})
             weight_map |= dict.fromkeys(held, file)
             size += sum(t.nbytes for t in held.values())
+            del part, held
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (Path(tmp) / INDEX).write_text(json.dumps(index, indent=1) + "\n")
         (Path(tmp) / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+        found = read_heads(Path(tmp))
+        vision = any(spec.part in ("vision tower", "projector") for spec in found.tensors.values())
+        packed = any(spec.dtype == "U8" for spec in found.tensors.values())
+        if problems := compare(found, tensor_list(_as_packed(config, packed), vision)):
+            raise CheckpointError(
+                f"{folder}: not written, these parts are no checkpoint of the config:\n{listed(problems)}"
+            )
         os.chmod(tmp, 0o755)
         os.rename(tmp, folder)
         Path(tmp).mkdir()  # for the context manager to remove
 
 
+def _as_packed(config: K3Config, packed: bool) -> K3Config:
+    """What is packed is decided by the tensors that are there, not by the config."""
+    if packed == config.packs_mxfp4:
+        return config
+    return dataclasses.replace(config, quantization_config={"format": "mxfp4-pack-quantized"} if packed else None)
+
+
 def _released_name(name: str, config: K3Config) -> str:
-    return (PREFIX if is_k3(config) else "") + name
+    beside = name.startswith(("vision_tower.", "mm_projector.", PREFIX))
+    return name if beside or not is_k3(config) else PREFIX + name
 
 
 def _as_released(name: str, tensor: Tensor, config: K3Config) -> Tensor:
@@ -167,7 +201,8 @@ def _as_released(name: str, tensor: Tensor, config: K3Config) -> Tensor:
     if not name.endswith(".A_log"):
         return tensor
     shape = a_log_shape(config)
-    return torch.nn.functional.pad(tensor, (0, math.prod(shape) - tensor.numel())).view(shape)
+    flat = tensor.flatten()[: config.linear_attn_config.num_heads]
+    return torch.nn.functional.pad(flat, (0, math.prod(shape) - flat.numel())).view(shape)
 
 
 def _keep_packed(model: K3ForCausalLM, heads: Found, folder: Path) -> None:

@@ -2,13 +2,14 @@
 
 import json
 import shutil
+import weakref
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from k3lite import budget, checkpoint
-from k3lite.checkpoint import CheckpointError, load_model, read_layer, released_tensors, save_released
+from k3lite.checkpoint import CheckpointError, load_model, read_layer, released_tensors, save_parts, save_released
 from k3lite.cli import main
 from k3lite.config import K3Config
 from k3lite.model import K3ForCausalLM
@@ -175,6 +176,27 @@ def test_one_layer_at_a_time(made, tmp_path, monkeypatch):
     assert sum(t.nbytes for t in read_layer(folder, 2).values()) == sum(s.nbytes for s in specs if s.layer == 2)
     with pytest.raises(CheckpointError, match="holds no layer 7"):
         read_layer(folder, 7)
+
+
+def test_a_checkpoint_is_gone_through_without_a_model(made, tmp_path):
+    """Layer by layer from one folder into another: the same bytes, and one layer alive at a time."""
+    folder, read = made[1], []
+
+    def layer(i):
+        assert not any(ref() is not None for ref in read), "an earlier layer is still held"
+        part = read_layer(folder, i)
+        read.append(weakref.ref(next(iter(part.values()))))
+        return part
+
+    save_parts(TINY_PACKED, map(layer, (None, *range(TINY.num_hidden_layers))), tmp_path / "x")
+    assert len(read) == TINY.num_hidden_layers + 1
+    assert all((tmp_path / "x" / p.name).read_bytes() == p.read_bytes() for p in folder.iterdir())
+
+
+def test_parts_that_are_no_checkpoint_are_not_written(made, tmp_path):
+    with pytest.raises(CheckpointError, match="not written, these parts are no checkpoint(.|\n)*layers.1.*: missing"):
+        save_parts(TINY_PACKED, (read_layer(made[1], i) for i in (None, 0, 2)), tmp_path / "x")
+    assert not any(tmp_path.iterdir())
 
 
 def test_an_existing_folder_is_left_alone_and_a_full_disk_leaves_nothing(made, folder, tmp_path, monkeypatch):
