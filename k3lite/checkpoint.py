@@ -161,8 +161,9 @@ def save_parts(config: K3Config, parts: Iterable[dict[str, Tensor]], folder: str
         raise CheckpointError(f"{folder}: exists already; choose another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as tmp:
-        weight_map, size = {}, 0
-        for n, part in enumerate(parts, 1):
+        weight_map, size, n = {}, 0, 0
+        for part in parts:
+            n += 1  # enumerate would keep the part alive while the next one is made
             file = f"model-{n:05d}-of-{config.num_hidden_layers + 1:05d}.safetensors"
             held = {_released_name(name, config): _as_released(name, t, config) for name, t in part.items()}
             save_file(held, Path(tmp) / file, {"format": "pt"})
