@@ -171,7 +171,7 @@ def save_parts(config: K3Config, parts: Iterable[dict[str, Tensor]], folder: str
             size += sum(t.nbytes for t in held.values())
             del part, held
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        (Path(tmp) / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+        (Path(tmp) / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n")
         (Path(tmp) / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
         found = read_heads(Path(tmp))
         vision = any(spec.part in ("vision tower", "projector") for spec in found.tensors.values())
