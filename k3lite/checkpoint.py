@@ -4,11 +4,15 @@ k3lite keeps the experts of a layer stacked (w1 [E,I,D]); files hold one tensor 
 (`experts.{e}.w1.weight`), or two where the experts are packed in MXFP4 (`weight_packed`, `weight_scale`). Which it is
 is decided by the tensors that are there, on both ways, whatever the config says of quantisation (k3-architecture §7.12). `A_log` is one number per head here; files store it flat, padded to 128 (K3) or as
 [1,1,H,1] (Kimi Linear), so a loader flattens it and takes the first H. Source: k3-architecture §4, §7.4.
+
+One file (`save_model`), or the released layout in shards with an index (`save_released`); `load_model` reads both.
+`load_parts` and `save_parts` do it one layer at a time, for models that do not fit into memory. Nothing is read or
+used before the headers of all files, and the index, have been found to be those of the model.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import json
 import math
 import os
@@ -18,42 +22,37 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from k3lite.config import K3Config
 from k3lite.model import K3ForCausalLM
 from k3lite.moe import LatentMoE
 from k3lite.packed import PackedExperts
-from k3lite.released import (
-    INDEX,
-    PREFIX,
-    Found,
-    TensorSpec,
-    a_log_shape,
-    compare,
-    is_k3,
-    listed,
-    read_heads,
-    tensor_list,
-)
+from k3lite.released import CODES, NOT_TEXT, PREFIX, TensorSpec, is_k3, shard_of, text_parts
+from k3lite.shards import INDEX, WEIGHTS, Shards, Stored, differences, read_shards
 
-WEIGHTS = "model.safetensors"
 _STACKED = re.compile(r"(.*\.experts)\.(w[123])(|_packed|_scale)$")
 _PACKED = re.compile(r"(.*)\.experts\.\d+\.w[123]\.weight_(?:packed|scale)$")
 # transformers 5.24 saves a dense layer's MLP under the experts' name; the released files say `mlp`.
 _DENSE_MLP = re.compile(r"\.block_sparse_moe\.((?:gate|up|down)_proj\.weight)$")
+_DTYPES = {code: getattr(torch, name) for name, code in CODES.items()} | {"U8": torch.uint8}
+SHOWN = 8  # problems that an error lists
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used; the message lists everything that is wrong with it."""
 
 
-def released_tensors(model: K3ForCausalLM) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of everything that a checkpoint of this model holds, experts one by one."""
-    for name, p in model.state_dict().items():
-        stacked = _STACKED.fullmatch(name)
+def released_tensors(module: nn.Module, before: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor of everything that a checkpoint of this model holds, experts one by one.
+
+    before: what the names begin with, where `module` is a part of a model.
+    """
+    for name, p in module.state_dict().items():
+        stacked = _STACKED.fullmatch(name := before + name)
         if not stacked:
             yield name, p
             continue
@@ -61,9 +60,17 @@ def released_tensors(model: K3ForCausalLM) -> Iterator[tuple[str, Tensor]]:
             yield f"{stacked[1]}.{e}.{stacked[2]}.weight{stacked[3]}", w
 
 
+# ---- the whole model at once
+
+
 def save_model(model: K3ForCausalLM, folder: str | Path, metadata: dict[str, str] | None = None) -> None:
-    """Write config.json and model.safetensors into `folder`; each file appears whole or not at all."""
+    """Write config.json and model.safetensors into `folder`; each file appears whole or not at all.
+
+    Raises CheckpointError where the folder holds a checkpoint in shards, which would be read in its place.
+    """
     folder = Path(folder)
+    if (folder / INDEX).exists():
+        raise CheckpointError(f"{folder}: holds a checkpoint in shards already; wanted another folder")
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: p.detach().contiguous().clone() for name, p in released_tensors(model)}
     write_atomically(folder / WEIGHTS, lambda tmp: save_file(tensors, tmp, {"format": "pt", **(metadata or {})}))
@@ -78,149 +85,203 @@ def load_model(
     """Read a model in eval mode. Raises CheckpointError listing every wrong, missing or unknown tensor.
 
     Layers whose experts are packed in the files get `PackedExperts`; see `packed.unpack_experts` to train on. They round
-    their inputs to MXFP8 if the config's `input_activations` asks for it, which K3's does not.
+    their inputs to MXFP8 if the config's `input_activations` asks for it, which K3's does not. A vision tower and its projector are passed over. Numbers may be stored in config.dtype or in any that loses nothing here.
     make: builds the model from its config, where it is not quite K3 (see `tasks/siblings.py`).
     """
     folder = Path(folder)
     config = K3Config.from_json(folder) if config is None else config
-    heads = read_heads(folder)
-    if heads.problems and not heads.tensors:
-        raise CheckpointError("; ".join(f"{folder}/{problem}" for problem in heads.problems))
+    with torch.device("meta"):
+        plan = make(config)
+    names = _checked(plan, read_shards(folder))
     model = make(config)
-    _keep_packed(model, heads, folder)
-    wanted = dict(released_tensors(model))
-    problems = [*heads.problems, *_misfits(heads, wanted)]
-    if problems:
-        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-        raise CheckpointError(f"{folder}: not a checkpoint of this config: {shown}")
-    with torch.no_grad():
-        for raw, tensor in _stream(heads, list(heads.tensors)):
-            target = wanted[_name(raw)]
-            target.copy_(tensor.flatten()[: target.numel()].view_as(target))
+    _keep_packed(model, names)
+    _fill(folder, names, released_tensors(model))
     return model.eval()
 
 
-def _misfits(heads: Found, wanted: dict[str, Tensor]) -> list[str]:
-    """Every wrong, missing, doubled or unknown tensor, a line each. Plain numbers may be of any width, they are converted."""
-    found: dict[str, str] = {}
-    problems: list[str] = []
-    for raw, spec in heads.tensors.items():
-        name, file = _name(raw), heads.where[raw].name
-        if name in found:
-            problems.append(f"{name}: twice, in {found[name]} and {file}")
-        found[name] = file
-        if name not in wanted:
-            problems.append(f"{name}: unknown")
-        elif not _fits(name, spec.shape, wanted[name]):
-            problems.append(f"{name}: shape {spec.shape}, wanted {tuple(wanted[name].shape)}")
-        elif (spec.dtype == "U8") != (wanted[name].dtype == torch.uint8):
-            problems.append(f"{name}: dtype {spec.dtype}, wanted {wanted[name].dtype}")
-    return problems + [f"{name}: missing" for name in wanted if name not in found]
+# ---- one part at a time
 
 
-def _stream(heads: Found, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of these names, one after another, so that no more than one is in memory on the way."""
-    for shard in heads.shards:
-        mine = [name for name in names if heads.where[name] == shard]
-        if mine:
-            with open_safetensors(shard) as f:
-                yield from ((name, f.get_tensor(name)) for name in mine)
+def parts(model: K3ForCausalLM) -> Iterator[tuple[str, nn.Module]]:
+    """The pieces of `released.text_parts`, with the start of their names: embedding, each layer, norm and head.
 
-
-def read_layer(folder: str | Path, layer: int | None) -> dict[str, Tensor]:
-    """The tensors of one decoder layer (from 0; None: those of no layer) by the names in the files, and nothing else of the folder.
-
-    Raises CheckpointError if the files are damaged or hold no such layer.
+    The last, named "", holds `model.norm`, `model.output_attn_res_*` and `lm_head`.
     """
-    heads = read_heads(Path(folder))
-    if heads.problems:
-        raise CheckpointError(f"{folder}:\n{listed(heads.problems)}")
-    names = [name for name, spec in heads.tensors.items() if spec.layer == layer]
-    if not names:
-        raise CheckpointError(f"{folder}: holds no layer {layer}")
-    return dict(_stream(heads, names))
+    yield "model.embed_tokens.", model.model.embed_tokens
+    for i, layer in enumerate(model.model.layers):
+        yield f"model.layers.{i}.", layer
+    ends = nn.Module()
+    ends.model, ends.lm_head = nn.Module(), model.lm_head
+    for name, child in model.model.named_children():
+        if name not in ("embed_tokens", "layers"):
+            ends.model.add_module(name, child)
+    yield "", ends
+
+
+def load_parts(folder: str | Path, config: K3Config | None = None) -> Iterator[tuple[str, nn.Module]]:
+    """`parts` of a checkpoint, each read when it is asked for and held by nobody but the caller, in eval mode.
+
+    All headers are checked before this returns. Errors as in `load_model`.
+    """
+    folder = Path(folder)
+    with torch.device("meta"):
+        plan = K3ForCausalLM(K3Config.from_json(folder) if config is None else config)
+    names = _checked(plan, read_shards(folder))
+    return ((before, _read_part(folder, names, before, part)) for before, part in parts(plan))
+
+
+def _read_part(folder: Path, names: dict[str, tuple[str, str]], before: str, part: nn.Module) -> nn.Module:
+    part = copy.deepcopy(part).to_empty(device="cpu")
+    _fill(folder, names, released_tensors(part, before))
+    return part.eval()
 
 
 def save_released(model: K3ForCausalLM, folder: str | Path) -> None:
-    """Write `folder` as the released files are: a prefix, padded `A_log`, a file for each layer, an index. See `save_parts`."""
-    parts: dict[int | None, dict[str, Tensor]] = {}
-    for name, tensor in released_tensors(model):
-        parts.setdefault(TensorSpec(name, (), "U8").layer, {})[name] = tensor
-    save_parts(model.config, parts.values(), folder)
+    """Write a model in the released layout: see `save_parts`."""
+    save_parts(model.config, parts(model), folder)
 
 
-def save_parts(config: K3Config, parts: Iterable[dict[str, Tensor]], folder: str | Path) -> None:
-    """The same from parts that come one after another, a file each: what belongs to no layer, and every layer.
+@torch.no_grad()
+def save_parts(config: K3Config, parts: Iterable[tuple[str, nn.Module]], folder: str | Path) -> None:
+    """Write `parts` in the released layout of `config`: names, shapes and dtypes of `released.tensor_list`, a file a part.
 
-    parts: tensors by name, with the prefix or without, as `read_layer` gives them. No more than one part is held, so a model that
-    fits nowhere can be gone through. The folder appears whole or not at all; raises CheckpointError if it exists, or
-    if the parts are not a checkpoint of this config.
+    Each part is let go before the next is asked for. The index comes last: without it there is no checkpoint, and after
+    an error there are no files either. Raises CheckpointError for a folder that holds a checkpoint, and for parts that
+    are not those of the config, or would lose digits.
     """
     folder = Path(folder)
-    if folder.exists():
-        raise CheckpointError(f"{folder}: exists already; choose another folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as tmp:
-        weight_map, size, n = {}, 0, 0
-        for part in parts:
-            n += 1  # enumerate would keep the part alive while the next one is made
-            file = f"model-{n:05d}-of-{config.num_hidden_layers + 1:05d}.safetensors"
-            held = {_released_name(name, config): _as_released(name, t, config) for name, t in part.items()}
-            save_file(held, Path(tmp) / file, {"format": "pt"})
-            weight_map |= dict.fromkeys(held, file)
-            size += sum(t.nbytes for t in held.values())
-            del part, held
-        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        (Path(tmp) / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n")
-        (Path(tmp) / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
-        found = read_heads(Path(tmp))
-        vision = any(spec.part in ("vision tower", "projector") for spec in found.tensors.values())
-        packed = any(spec.dtype == "U8" for spec in found.tensors.values())
-        if problems := compare(found, tensor_list(_as_packed(config, packed), vision)):
-            raise CheckpointError(
-                f"{folder}: not written, these parts are no checkpoint of the config:\n{listed(problems)}"
-            )
-        os.chmod(tmp, 0o755)
-        os.rename(tmp, folder)
-        Path(tmp).mkdir()  # for the context manager to remove
+    if (folder / INDEX).exists() or (folder / WEIGHTS).exists():
+        raise CheckpointError(f"{folder}: holds a checkpoint already; wanted another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted, places, size, written = dict(text_parts(config)), {}, 0, []
+    count = len(wanted)
+    try:
+        for before, part in parts:
+            if before not in wanted:
+                raise CheckpointError(f"{folder}: part {before!r} is twice, or not of this config")
+            specs = wanted.pop(before)
+            file = f"model-{shard_of(config, before):05d}-of-{count:06d}.safetensors"
+            _write_part(folder / file, specs, before, part)
+            written.append(folder / file)
+            places |= {spec.name: file for spec in specs}
+            size += sum(spec.nbytes for spec in specs)
+            del part  # before the next one is made
+        if wanted:
+            raise CheckpointError(f"{folder}: missing parts: {', '.join(map(repr, wanted))}")
+        write_text(folder / "config.json", json.dumps(_wrapped(config), indent=2) + "\n")
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+        write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
+    except BaseException:
+        for path in written:
+            path.unlink(missing_ok=True)
+        raise
 
 
-def _as_packed(config: K3Config, packed: bool) -> K3Config:
-    """What is packed is decided by the tensors that are there, not by the config."""
-    if packed == config.packs_mxfp4:
-        return config
-    return dataclasses.replace(config, quantization_config={"format": "mxfp4-pack-quantized"} if packed else None)
+def _wrapped(config: K3Config) -> dict:
+    """config.json as it lies beside the files: K3's text model is inside a wrapper (k3-architecture §1.1)."""
+    return {"model_type": "kimi_k3", "text_config": config.to_dict()} if is_k3(config) else config.to_dict()
 
 
-def _released_name(name: str, config: K3Config) -> str:
-    beside = name.startswith(("vision_tower.", "mm_projector.", PREFIX))
-    return name if beside or not is_k3(config) else PREFIX + name
+def _write_part(path: Path, specs: list[TensorSpec], before: str, part: nn.Module) -> None:
+    have, wanted = dict(released_tensors(part, before)), {s.name.removeprefix(PREFIX): s for s in specs}
+    problems = [f"{name}: missing" for name in wanted if name not in have]
+    problems += [f"{name}: unknown" for name in have if name not in wanted]
+    if problems:
+        raise CheckpointError(f"{path}: not a part of this config (experts packed as it says?): {_listed(problems)}")
+    tensors = {spec.name: _as_stored(have[name], spec) for name, spec in wanted.items()}
+    write_atomically(path, lambda tmp: save_file(tensors, tmp, {"format": "pt"}))
 
 
-def _as_released(name: str, tensor: Tensor, config: K3Config) -> Tensor:
-    tensor = tensor.detach().contiguous().clone()
-    if not name.endswith(".A_log"):
-        return tensor
-    shape = a_log_shape(config)
-    flat = tensor.flatten()[: config.linear_attn_config.num_heads]
-    return torch.nn.functional.pad(flat, (0, math.prod(shape) - flat.numel())).view(shape)
+def _as_stored(t: Tensor, spec: TensorSpec) -> Tensor:
+    """A parameter in the shape and dtype of its file; A_log is padded with zeros."""
+    if spec.name.endswith("A_log"):
+        t = F.pad(t.flatten(), (0, spec.numel - t.numel())).view(spec.shape)
+    stored = t.detach().to(_DTYPES[spec.dtype]).contiguous()
+    if tuple(t.shape) != spec.shape or (stored.dtype != t.dtype and not torch.equal(stored.to(t.dtype), t)):
+        raise CheckpointError(
+            f"{spec.name}: got {t.dtype} {tuple(t.shape)}, wanted {spec.dtype} {spec.shape} without loss"
+        )
+    return stored
 
 
-def _keep_packed(model: K3ForCausalLM, heads: Found, folder: Path) -> None:
-    """Give the layers whose experts are packed in the files the modules for that."""
-    layers = {match[1] for raw in heads.tensors if (match := _PACKED.fullmatch(_name(raw)))}
+# ---- what is in the files
+
+
+def _checked(model: K3ForCausalLM, shards: Shards) -> dict[str, tuple[str, str]]:
+    """k3lite's name of each tensor of the model -> its name in the files, and its file.
+
+    Gives layers of `model` packed experts where the files have them. Raises CheckpointError listing all that is wrong.
+    """
+    found: dict[str, Stored] = {}
+    names: dict[str, tuple[str, str]] = {}
+    problems = list(shards.problems)
+    for raw, stored in shards.tensors.items():
+        if raw.startswith(NOT_TEXT):
+            continue
+        name = _name(raw)
+        if name in found:
+            problems.append(f"{name}: twice, in {found[name].file} and {stored.file}")
+        found[name], names[name] = stored, (raw, stored.file)
+    shards.explained = {_name(raw) for raw in shards.explained}
+    problems += _keep_packed(model, [*names, *shards.explained])  # what the index says of unreadable files, too
+    own = getattr(torch, model.config.dtype)
+    wanted = dict(released_tensors(model))
+    problems += differences(shards, found, wanted, lambda name, stored, target: _unfit(name, stored, target, own))
+    if problems:
+        raise CheckpointError(f"{shards.folder}: not a checkpoint of this config: {_listed(problems)}")
+    return names
+
+
+def _listed(problems: list[str]) -> str:
+    more = len(problems) - SHOWN
+    return "; ".join(problems[:SHOWN]) + (f"; and {more} more" if more > 0 else "")
+
+
+@torch.no_grad()
+def _fill(folder: Path, names: dict[str, tuple[str, str]], targets: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy the files' tensors into `targets`, one at a time; each file is opened once."""
+    by_file: dict[str, list[tuple[str, Tensor]]] = {}
+    for name, target in targets:
+        raw, file = names[name]
+        by_file.setdefault(file, []).append((raw, target))
+    for file, wanted in by_file.items():
+        with open_safetensors(folder / file) as f:
+            for raw, target in wanted:
+                target.copy_(f.get_tensor(raw).flatten()[: target.numel()].view_as(target))
+
+
+def _keep_packed(model: K3ForCausalLM, names: Iterable[str]) -> list[str]:
+    """Give the layers whose experts are packed in the files the modules for that; what forbids it, one line each."""
+    layers = {match[1] for name in names if (match := _PACKED.fullmatch(name))}
+    problems = []
     for name, layer in model.named_modules():
         if name in layers and isinstance(layer, LatentMoE):
             try:
                 layer.experts = PackedExperts(layer.experts)
                 layer.experts.rounding = "floor" if model.config.rounds_expert_inputs else None
             except ValueError as e:
-                raise CheckpointError(f"{folder}: packed, which this config forbids: {name}.experts.{e}") from e
+                problems.append(f"packed, which this config forbids: {name}.experts.{e}")
+    return problems
 
 
 def _name(raw: str) -> str:
     """A file's tensor name as k3lite's."""
     return _DENSE_MLP.sub(r".mlp.\1", raw.removeprefix(PREFIX))
+
+
+def _unfit(name: str, stored: Stored, target: Tensor, own: torch.dtype) -> str | None:
+    if not _fits(name, stored.shape, target):
+        return f"shape {stored.shape}, wanted {tuple(target.shape)}"
+    if not _keeps(_DTYPES.get(stored.dtype), target.dtype, own):
+        return f"dtype {stored.dtype}, wanted {target.dtype}"
+    return None
+
+
+def _keeps(stored: torch.dtype | None, target: torch.dtype, own: torch.dtype) -> bool:
+    """Whether a tensor of the file may be read as `target`: no digit is lost, but for fp32 parts of an fp64 model."""
+    if stored is None or torch.uint8 in (stored, target):
+        return stored == target
+    return stored == own or torch.promote_types(stored, target) == target
 
 
 def _fits(name: str, shape: tuple[int, ...], target: Tensor) -> bool:

@@ -378,7 +378,7 @@ def _want(ok: bool, name: str, got: Any, wanted: str) -> None:
 # Fields of released files that change no formula: what transformers 4.56 writes for every model, how a
 # file is loaded, and leftovers of other models. `head_dim` (72 or 74) is hidden_size // heads and no layer
 # has that width; `rope_theta` and `rope_scaling` are defaults of newer loaders, and nothing is rotated. The last
-# two lines are transformers 5.24's own copies of other fields.
+# two lines are transformers 5.24's own copies of other fields, and what `released.py` lists beside the text model.
 _NOT_MATHS = frozenset(
     """
     _name_or_path add_cross_attention architectures auto_map bad_words_ids begin_suppress_tokens
@@ -392,6 +392,6 @@ _NOT_MATHS = frozenset(
     top_k top_p torchscript transformers_version typical_p use_bfloat16 use_cache attention_dropout
     head_dim rope_theta rope_scaling rope_parameters
     layer_types mlp_layer_types linear_head_dim linear_num_heads linear_conv_kernel_dim qk_head_dim
-    output_router_logits pretraining_tp
+    output_router_logits pretraining_tp vision_config
     """.split()
 )

@@ -14,7 +14,7 @@ from typing import Any
 
 from k3lite import budget
 from k3lite.config import K3Config
-from k3lite.released import tensor_list
+from k3lite.released import VisionConfig, tensor_list
 from k3lite.tasks.text import DATA, haystack
 
 
@@ -68,7 +68,14 @@ def expression_names() -> dict[str, Any]:
     names |= {f.__name__: f for f in (stored_json, rows_where, only_row, mean_of, small_config, haystack_bytes)}
     names |= {f.__name__: f for f in (sum, min, max, abs, len, list, round, range, sorted, set, tensor_list)}
     names |= {name: getattr(math, name) for name in ("log", "log2", "log10", "exp", "sqrt", "ceil", "prod", "e")}
-    return names | {"k3": k3, "twin": k3.all_mla_twin(), "linear": linear, "linear_twin": linear.all_mla_twin()}
+    vision = VisionConfig.preset("kimi-k3")
+    return names | {
+        "vision": vision,
+        "k3": k3,
+        "twin": k3.all_mla_twin(),
+        "linear": linear,
+        "linear_twin": linear.all_mla_twin(),
+    }
 
 
 def recomputed(expression: str) -> float:

@@ -1,319 +1,261 @@
-"""The released checkpoint by name: every tensor of a config with shape and dtype, and whether a folder holds just these.
+"""The released checkpoints by name: every tensor's name, shape and dtype, from a config alone. Standard library only.
 
-    96 shards, model.safetensors.index.json        K3's text model under `language_model.`, layers from 0
-    A_log      one number per head, padded with zeros to a multiple of 128      (Kimi Linear: [1, 1, H, 1])
-    experts    weight_packed and weight_scale, uint8, if the config packs MXFP4; else weight
-    fp32       convolutions, A_log, dt_bias, o_norm, e_score_correction_bias    (Kimi Linear: A_log and dt_bias)
-    beside it  vision_tower and mm_projector, listed here and not built
+Kimi K3: 497,220 tensors, 1,503,647,073,024 stored numbers, 1,560,860,324,864 bytes, vision tower and projector among
+them. Kimi Linear 48B: 20,493 tensors. The bounded decay (`gate_lower_bound`) tells the two layouts apart:
 
-Nothing is loaded to check a folder: the head of a safetensors file says what is in it. Standard library only.
-Source: k3-architecture §4, §7.4; the vision tower's names as mlxcel and Paddle's converter spell them, its shapes worked out from the
-published sizes (27 layers of width 1,024, qkv width 1,536, patches of 14) and equal to its published total.
+              prefix             A_log                     conv, o_norm, correction bias
+    K3        language_model.    [H padded to 128], fp32   fp32
+    Linear    none               [1, 1, H, 1], fp32        the model's dtype
+
+Sources: k3-architecture §3, §4 (text); the vision names are in several public readers of the files, and their shapes,
+made from `vision_config`, sum to the 447,358,976 parameters that the text part leaves. That Kimi Linear's A_log and
+dt_bias are stored in fp32 was not seen in a dump; it follows its modelling code.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from k3lite.config import K3Config
+from k3lite.config import MX_BLOCK, PRESET_DIR, ConfigError, K3Config
+from k3lite.shards import DTYPE_BYTES
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-PREFIX = "language_model."
-DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
-BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "U8": 1}
-A_LOG_MULTIPLE = 128
-BLOCK = 32  # of MXFP4
-SHOWN = 12  # problems that an error spells out
+PREFIX = "language_model."  # of the text model in K3's files
+NOT_TEXT = ("vision_tower.", "mm_projector.")
+A_LOG_PADDING = 128
+CODES = {"float32": "F32", "float64": "F64", "bfloat16": "BF16", "float16": "F16"}
+
+Named = Iterator[tuple[str, tuple[int, ...]]]
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """A tensor of a checkpoint. dtype: as safetensors spell it."""
+class TensorSpec(NamedTuple):
+    """One tensor of a released file. dtype: as safetensors spells it.   kind: a part of `budget.parameters`, or
+    expert_scales, vision_tower, mm_projector."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    kind: str
 
     @property
-    def numbers(self) -> int:
+    def numel(self) -> int:
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        return self.numbers * BYTES[self.dtype]
-
-    @property
-    def layer(self) -> int | None:
-        """Decoder layer, from 0; None for what belongs to none."""
-        match = re.match(rf"(?:{re.escape(PREFIX)})?model\.layers\.(\d+)\.", self.name)
-        return int(match[1]) if match else None
-
-    @property
-    def part(self) -> str:
-        """What it belongs to, in words."""
-        return next(words for fragment, words in _PARTS if fragment in self.name)
+        return self.numel * DTYPE_BYTES[self.dtype]
 
 
-_PARTS = (
-    ("vision_tower.", "vision tower"),
-    ("mm_projector.", "projector"),
-    (".experts.", "routed experts"),
-    (".block_sparse_moe.", "router, latent, shared experts"),
-    ("_res_", "AttnRes"),
-    (".self_attn.", "attention"),
-    (".mlp.", "dense MLP"),
-    ("embed_tokens", "embedding and head"),
-    ("lm_head", "embedding and head"),
-    ("norm", "norms"),
-    ("", "unknown"),
-)
+@dataclass(frozen=True)
+class VisionConfig:
+    """The fields of `vision_config` that decide shapes (k3-architecture §1.1)."""
+
+    vt_hidden_size: int
+    vt_intermediate_size: int
+    vt_num_hidden_layers: int
+    qkv_hidden_size: int
+    patch_size: int
+    init_pos_emb_height: int
+    init_pos_emb_width: int
+    merge_kernel_size: tuple[int, int]
+    text_hidden_size: int
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> VisionConfig:
+        """Raises ConfigError that names a field which is missing, or of another kind of tower."""
+        for name, wanted in _RELEASED_TOWER.items():
+            if raw.get(name, wanted) != wanted:
+                raise ConfigError(f"vision_config.{name}: got {raw[name]!r}, wanted {wanted!r}")
+        for f in dataclasses.fields(cls):
+            value = raw.get(f.name)
+            numbers = value if isinstance(value, list) and len(value) == 2 else [value]
+            if ("tuple" in f.type) != (len(numbers) == 2) or not all(type(n) is int and n > 0 for n in numbers):
+                raise ConfigError(f"vision_config.{f.name}: got {value!r}, wanted {_WANTED['tuple' in f.type]}")
+        fields = {f.name: raw[f.name] for f in dataclasses.fields(cls)}
+        return cls(**fields | {"merge_kernel_size": tuple(fields["merge_kernel_size"])})
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> VisionConfig | None:
+        """`vision_config` of a config.json that K3Config can read, or of the folder with it; None if it has none."""
+        path = Path(path)
+        raw = json.loads((path / "config.json" if path.is_dir() else path).read_text()).get("vision_config")
+        return None if raw is None else cls.from_dict(raw)
+
+    @classmethod
+    def preset(cls, name: str) -> VisionConfig | None:
+        return cls.from_json(PRESET_DIR / f"{name}.json")
 
 
-# ---- the list
-
-
-def tensor_list(c: K3Config, vision: bool = False, pad_a_log: bool = True) -> Iterator[TensorSpec]:
-    """All tensors of a model of this config in the released layout.
-
-    vision: K3's vision tower and projector too.   pad_a_log: False stores it at its own length.
-    """
-    for name, shape, dtype in _text(c, pad_a_log):
-        yield TensorSpec(_prefix(c) + name, shape, dtype or DTYPES[c.dtype])
-    if vision:
-        for name, shape in _vision(c.hidden_size):
-            yield TensorSpec(name, shape, "BF16")
+_WANTED = {False: "a positive whole number", True: "two positive whole numbers"}
+# Another value would mean other tensors: biases, other norms, another projector.
+_RELEASED_TOWER = {
+    "attn_bias": False, "linear_bias": False, "patch_embed_proj_bias": False, "norm_type": "rmsnorm",
+    "mlp_type": "mlp2", "mm_projector_type": "patchmergerv2", "pos_emb_type": "divided_fixed",
+}  # fmt: skip
 
 
 def is_k3(c: K3Config) -> bool:
-    """Whether the layout is K3's and not Kimi Linear's: only K3 has experts in a latent space, or reads over depth."""
-    return bool(c.routed_expert_hidden_size or c.attn_res_block_size)
+    """Whether the files are laid out as Kimi K3's, else as Kimi Linear's."""
+    return c.linear_attn_config.gate_lower_bound is not None
 
 
-def _prefix(c: K3Config) -> str:
-    return PREFIX if is_k3(c) else ""
+def tensor_list(c: K3Config, vision: VisionConfig | None = None) -> Iterator[TensorSpec]:
+    """Every tensor of a released checkpoint of this config; with `vision`, of the tower and its projector too.
+
+    Experts are packed if the config packs MXFP4.
+    """
+    for _, specs in text_parts(c):
+        yield from specs
+    if vision:
+        code = CODES[c.dtype]
+        yield from (TensorSpec(f"vision_tower.{name}", shape, code, "vision_tower") for name, shape in _tower(vision))
+        yield from (TensorSpec(f"mm_projector.{n}", shape, code, "mm_projector") for n, shape in _projector(vision))
 
 
-def a_log_shape(c: K3Config, pad: bool = True) -> tuple[int, ...]:
-    heads = c.linear_attn_config.num_heads
-    if not is_k3(c):
-        return (1, 1, heads, 1)
-    return (-(-heads // A_LOG_MULTIPLE) * A_LOG_MULTIPLE if pad else heads,)
+def text_parts(c: K3Config) -> Iterator[tuple[str, list[TensorSpec]]]:
+    """The text model in the pieces that are loaded and saved one at a time: embedding, each layer, norm and head.
+
+    Each with the start of its names in k3lite ("model.layers.0.", "" for the last); the specs have the files' names.
+    """
+    d, code = c.hidden_size, CODES[c.dtype]
+    before = PREFIX if is_k3(c) else ""
+    yield (
+        "model.embed_tokens.",
+        [TensorSpec(f"{before}model.embed_tokens.weight", (c.vocab_size, d), code, "embed_tokens")],
+    )
+    for i in range(c.num_hidden_layers):
+        here = f"model.layers.{i}."
+        yield here, [TensorSpec(f"{before}{here}{name}", *rest) for name, *rest in _layer(c, i)]
+    ends = [("model.norm.weight", (d,), code, "norms")]
+    if c.attn_res_block_size is not None:
+        ends += [(f"model.output_attn_res_{name}.weight", shape, code, "attn_res") for name, shape in _mix(d)]
+    ends += [("lm_head.weight", (c.vocab_size, d), code, "lm_head")]
+    yield "", [TensorSpec(f"{before}{name}", *rest) for name, *rest in ends]
 
 
-Rows = Iterator[tuple[str, tuple[int, ...], str | None]]  # dtype None: the model's
+def shard_of(c: K3Config, part: str) -> int:
+    """Number, from 1, of the file of a part of `text_parts`: layers first, then the embedding, then norm and head.
+
+    In K3's 96 files layer 1 lies in the second and layer 92 in the 93rd, too; which of the last three holds the
+    embedding, and which the head, is not known to us.
+    """
+    layers = c.num_hidden_layers
+    return layers + 2 if not part else layers + 1 if "layers" not in part else int(part.split(".")[2]) + 1
 
 
-def _text(c: K3Config, pad: bool) -> Rows:
-    d = c.hidden_size
-    yield "model.embed_tokens.weight", (c.vocab_size, d), None
-    for i, kind in enumerate(c.layer_kinds):
-        at = f"model.layers.{i}."
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{at}{norm}.weight", (d,), None
-        if c.attn_res_block_size:
-            for read in ("self_attention", "mlp"):
-                yield f"{at}{read}_res_norm.weight", (d,), None
-                yield f"{at}{read}_res_proj.weight", (1, d), None
-        for rows, place in (
-            (_kda(c, pad) if kind == "kda" else _mla(c), "self_attn."),
-            (_moe(c), "block_sparse_moe.") if c.is_moe_layer(i) else (_mlp(d, c.intermediate_size), "mlp."),
-        ):
-            for name, shape, dtype in rows:
-                yield at + place + name, shape, dtype
-    yield "model.norm.weight", (d,), None
-    if c.attn_res_block_size:
-        yield "model.output_attn_res_norm.weight", (d,), None
-        yield "model.output_attn_res_proj.weight", (1, d), None
-    if not c.tie_word_embeddings:
-        yield "lm_head.weight", (c.vocab_size, d), None
+def _mix(d: int) -> Named:
+    yield "norm", (d,)
+    yield "proj", (1, d)
 
 
-def _kda(c: K3Config, pad: bool) -> Rows:
-    a, d, width = c.linear_attn_config, c.hidden_size, c.kda_width
-    fp32 = "F32" if is_k3(c) else None
-    for name in "qkv":
-        yield f"{name}_proj.weight", (width, d), None
-        yield f"{name}_conv1d.weight", (width, 1, a.short_conv_kernel_size), fp32
-    if a.use_full_rank_gate:
-        yield "g_proj.weight", (width, d), None
-    else:
-        yield "g_a_proj.weight", (a.head_dim, d), None
-        yield "g_b_proj.weight", (width, a.head_dim), None
-    yield "A_log", a_log_shape(c, pad), "F32"
-    yield "dt_bias", (width,), "F32"
-    yield "f_a_proj.weight", (a.head_dim, d), None
-    yield "f_b_proj.weight", (width, a.head_dim), None
-    yield "b_proj.weight", (a.num_heads, d), None
-    yield "o_norm.weight", (a.head_dim,), fp32
-    yield "o_proj.weight", (d, width), None
-
-
-def _mla(c: K3Config) -> Rows:
-    d, heads, values = c.hidden_size, c.num_attention_heads, c.num_attention_heads * c.v_head_dim
-    if c.q_lora_rank:
-        yield "q_a_proj.weight", (c.q_lora_rank, d), None
-        yield "q_a_layernorm.weight", (c.q_lora_rank,), None
-        yield "q_b_proj.weight", (heads * c.qk_head_dim, c.q_lora_rank), None
-    else:
-        yield "q_proj.weight", (heads * c.qk_head_dim, d), None
-    yield "kv_a_proj_with_mqa.weight", (c.latent_width, d), None
-    yield "kv_a_layernorm.weight", (c.kv_lora_rank,), None
-    yield "kv_b_proj.weight", (heads * c.qk_nope_head_dim + values, c.kv_lora_rank), None
-    if c.mla_use_output_gate:
-        yield "g_proj.weight", (values, d), None
-    yield "o_proj.weight", (d, values), None
-
-
-def _moe(c: K3Config) -> Rows:
-    d, width, latent = c.hidden_size, c.moe_intermediate_size, c.routed_expert_hidden_size
-    yield "gate.weight", (c.num_experts, d), None
-    yield "gate.e_score_correction_bias", (c.num_experts,), "F32" if is_k3(c) else None
-    if latent:
-        yield "routed_expert_down_proj.weight", (latent, d), None
+def _layer(c: K3Config, i: int) -> Iterator[tuple[str, tuple[int, ...], str, str]]:
+    d, code, kind = c.hidden_size, CODES[c.dtype], c.layer_kinds[i]
+    own = "F32" if is_k3(c) else code
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        yield f"{name}.weight", (d,), code, "norms"
+    if c.attn_res_block_size is not None:
+        for where in ("self_attention_res", "mlp_res"):
+            yield from ((f"{where}_{name}.weight", shape, code, "attn_res") for name, shape in _mix(d))
+    for name, shape in _kda(c) if kind == "kda" else _mla(c):
+        always = name in ("A_log", "dt_bias")
+        dtype = "F32" if always else own if "conv1d" in name or name.startswith("o_norm") else code
+        yield f"self_attn.{name}", shape, dtype, kind
+    if not c.is_moe_layer(i):
+        yield from ((f"mlp.{name}", shape, code, "dense_mlp") for name, shape in _mlp(d, c.intermediate_size))
+        return
+    moe = "block_sparse_moe"
+    yield f"{moe}.gate.weight", (c.num_experts, d), code, "router"
+    yield f"{moe}.gate.e_score_correction_bias", (c.num_experts,), own, "router"
+    if latent := c.routed_expert_hidden_size:
+        yield f"{moe}.routed_expert_down_proj.weight", (latent, d), code, "latent"
+        yield f"{moe}.routed_expert_up_proj.weight", (d, latent), code, "latent"
         if c.latent_moe_use_norm:
-            yield "routed_expert_norm.weight", (latent,), None
-        yield "routed_expert_up_proj.weight", (d, latent), None
-    if c.num_shared_experts:
-        for name, shape, dtype in _mlp(d, c.num_shared_experts * width):
-            yield f"shared_experts.{name}", shape, dtype
-    matrices = {"w1": (width, c.expert_width), "w3": (width, c.expert_width), "w2": (c.expert_width, width)}
+            yield f"{moe}.routed_expert_norm.weight", (latent,), code, "latent"
+    if shared := c.num_shared_experts * c.moe_intermediate_size:
+        yield from ((f"{moe}.shared_experts.{name}", shape, code, "shared_experts") for name, shape in _mlp(d, shared))
     for e in range(c.num_experts):
-        for w, (out, columns) in matrices.items():
+        for name, (out, width) in _expert(c):
+            weight = f"{moe}.experts.{e}.{name}.weight"
             if c.packs_mxfp4:
-                yield f"experts.{e}.{w}.weight_packed", (out, columns // 2), "U8"
-                yield f"experts.{e}.{w}.weight_scale", (out, columns // BLOCK), "U8"
+                yield f"{weight}_packed", (out, width // 2), "U8", "routed_experts"
+                yield f"{weight}_scale", (out, width // MX_BLOCK), "U8", "expert_scales"
             else:
-                yield f"experts.{e}.{w}.weight", (out, columns), None
+                yield weight, (out, width), code, "routed_experts"
 
 
-def _mlp(d: int, width: int) -> Rows:
-    yield "gate_proj.weight", (width, d), None
-    yield "up_proj.weight", (width, d), None
-    yield "down_proj.weight", (d, width), None
-
-
-def _vision(hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """MoonViT-V2 and the projector of K3; no other is known here."""
-    width, qkv, wide, patch, grid, merged = 1024, 1536, 4096, 14, 64, 4096
-    yield "vision_tower.patch_embed.proj.weight", (width, 3, patch, patch)
-    yield "vision_tower.patch_embed.pos_emb.weight", (grid, grid, width)
-    for i in range(27):
-        at = f"vision_tower.encoder.blocks.{i}."
-        yield f"{at}norm0.weight", (width,)
-        yield f"{at}norm1.weight", (width,)
-        yield f"{at}wqkv.weight", (3 * qkv, width)
-        yield f"{at}wo.weight", (width, qkv)
-        yield f"{at}mlp.fc0.weight", (wide, width)
-        yield f"{at}mlp.fc1.weight", (width, wide)
-    yield "vision_tower.encoder.final_layernorm.weight", (width,)
-    yield "mm_projector.proj.0.weight", (merged, merged)
-    yield "mm_projector.proj.2.weight", (hidden, merged)
-    yield "mm_projector.post_norm.weight", (hidden,)
-
-
-# ---- what a folder holds
-
-
-@dataclass
-class Found:
-    """The heads of a folder's files. where: the file of each tensor. problems: everything wrong so far, a line each."""
-
-    shards: list[Path]
-    tensors: dict[str, TensorSpec]
-    where: dict[str, Path]
-    problems: list[str]
-
-
-def read_heads(folder: Path) -> Found:
-    """Names, shapes and dtypes of all tensors, and whether files and index are whole and agree. Loads no tensor."""
-    index, problems = folder / INDEX, []
-    where: dict[str, Any] = {}
-    if index.exists():
-        try:
-            told = json.loads(index.read_text())
-            where, size = dict(told["weight_map"]), (told.get("metadata") or {}).get("total_size")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-            return Found([], {}, {}, [f"{INDEX}: not a safetensors index ({e})"])
-        names = sorted({str(n) for n in where.values()})
-        extra = sorted(p.name for p in folder.glob("*.safetensors") if p.name not in names)
-        problems += [f"{name}: not in the index" for name in extra]
+def _kda(c: K3Config) -> Named:
+    a, d, width = c.linear_attn_config, c.hidden_size, c.kda_width
+    heads, dim = a.num_heads, a.head_dim
+    for x in "qkv":
+        yield f"{x}_proj.weight", (width, d)
+        yield f"{x}_conv1d.weight", (width, 1, a.short_conv_kernel_size)
+    padded = -(-heads // A_LOG_PADDING) * A_LOG_PADDING
+    yield "A_log", (padded,) if is_k3(c) else (1, 1, heads, 1)
+    yield "dt_bias", (width,)
+    yield "f_a_proj.weight", (dim, d)
+    yield "f_b_proj.weight", (width, dim)
+    yield "b_proj.weight", (heads, d)
+    if a.use_full_rank_gate:
+        yield "g_proj.weight", (width, d)
     else:
-        names, size = [SINGLE], None
-    found = Found([folder / n for n in names], {}, {}, problems)
-    for shard in found.shards:
-        for spec in _head(shard, problems):
-            if spec.name in found.where:
-                problems.append(f"{spec.name}: twice, in {found.where[spec.name].name} and {shard.name}")
-            elif where and where.get(spec.name) != shard.name:
-                problems.append(f"{spec.name}: in {shard.name}, and the index says {where.get(spec.name, 'nothing')}")
-            found.where[spec.name], found.tensors[spec.name] = shard, spec
-    problems += [f"{n}: the index says {where[n]}, and it is not there" for n in where if n not in found.where]
-    held = sum(s.nbytes for s in found.tensors.values())
-    if size is not None and size != held:
-        problems.append(f"{INDEX}: total_size {size:,}, and the files hold {held:,} bytes")
-    return found
+        yield "g_a_proj.weight", (dim, d)
+        yield "g_b_proj.weight", (width, dim)
+    yield "o_norm.weight", (dim,)
+    yield "o_proj.weight", (d, width)
 
 
-def _head(shard: Path, problems: list[str]) -> list[TensorSpec]:
-    """What one file says that it holds; a line in `problems` for what cannot be."""
-    try:
-        with shard.open("rb") as f:
-            length = int.from_bytes(f.read(8), "little")
-            size = shard.stat().st_size
-            if not 2 <= length <= size - 8:
-                raise ValueError(f"a head of {length:,} bytes in a file of {size:,}")
-            head = json.loads(f.read(length))
-        head.pop("__metadata__", None)
-        specs, ends = [], [0]
-        for name, told in head.items():
-            spec = TensorSpec(name, tuple(told["shape"]), told["dtype"])
-            begin, end = told["data_offsets"]
-            if spec.dtype in BYTES and end - begin != spec.nbytes:
-                problems.append(f"{name}: {end - begin:,} bytes in {shard.name}, wanted {spec.nbytes:,} for its shape")
-            specs.append(spec)
-            ends.append(end)
-    except FileNotFoundError:
-        problems.append(f"{shard.name}: no such file")
-        return []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        problems.append(f"{shard.name}: not a readable safetensors file ({e})")
-        return []
-    if size != 8 + length + max(ends):
-        wanted = 8 + length + max(ends)
-        problems.append(f"{shard.name}: not a readable safetensors file ({size:,} bytes, wanted {wanted:,}: cut off?)")
-    return specs
+def _mla(c: K3Config) -> Named:
+    d, heads, rank = c.hidden_size, c.num_attention_heads, c.q_lora_rank
+    q_out, v_out = heads * c.qk_head_dim, heads * c.v_head_dim
+    if rank:
+        yield "q_a_proj.weight", (rank, d)
+        yield "q_a_layernorm.weight", (rank,)
+        yield "q_b_proj.weight", (q_out, rank)
+    else:
+        yield "q_proj.weight", (q_out, d)
+    yield "kv_a_proj_with_mqa.weight", (c.latent_width, d)
+    yield "kv_a_layernorm.weight", (c.kv_lora_rank,)
+    yield "kv_b_proj.weight", (heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank)
+    if c.mla_use_output_gate:
+        yield "g_proj.weight", (v_out, d)
+    yield "o_proj.weight", (d, v_out)
 
 
-def compare(found: Found, wanted: Iterator[TensorSpec]) -> list[str]:
-    """`found.problems`, and every tensor that is missing, unknown, or of another shape or dtype. A line each."""
-    specs, problems = {spec.name: spec for spec in wanted}, list(found.problems)
-    for name, spec in specs.items():
-        got = found.tensors.get(name)
-        if got is None:
-            problems.append(f"{name}: missing")
-        elif got.shape != spec.shape:
-            problems.append(f"{name}: shape {list(got.shape)}, wanted {list(spec.shape)}")
-        elif got.dtype != spec.dtype:
-            problems.append(f"{name}: dtype {got.dtype}, wanted {spec.dtype}")
-    return problems + [f"{name}: unknown" for name in found.tensors if name not in specs]
+def _mlp(d: int, width: int) -> Named:
+    yield "gate_proj.weight", (width, d)
+    yield "up_proj.weight", (width, d)
+    yield "down_proj.weight", (d, width)
 
 
-def listed(problems: list[str]) -> str:
-    """Problems as one text, bounded."""
-    more = len(problems) - SHOWN
-    return "\n".join(f"  {p}" for p in problems[:SHOWN]) + (f"\n  and {more:,} more" if more > 0 else "")
+def _expert(c: K3Config) -> Named:
+    hidden, width = c.moe_intermediate_size, c.expert_width
+    yield "w1", (hidden, width)
+    yield "w3", (hidden, width)
+    yield "w2", (width, hidden)
 
 
-def totals(specs: Iterator[TensorSpec]) -> dict[str, tuple[int, int, int]]:
-    """Tensors, stored numbers and bytes by part, in the order in which parts come."""
-    counts: dict[str, Counter] = {}
-    for s in specs:
-        counts.setdefault(s.part, Counter()).update(tensors=1, numbers=s.numbers, bytes=s.nbytes)
-    return {part: (c["tensors"], c["numbers"], c["bytes"]) for part, c in counts.items()}
+def _tower(v: VisionConfig) -> Named:
+    d, width = v.vt_hidden_size, v.vt_intermediate_size
+    yield "patch_embed.proj.weight", (d, 3, v.patch_size, v.patch_size)
+    yield "patch_embed.pos_emb.weight", (v.init_pos_emb_height, v.init_pos_emb_width, d)
+    for i in range(v.vt_num_hidden_layers):
+        block = f"encoder.blocks.{i}"
+        yield f"{block}.norm0.weight", (d,)
+        yield f"{block}.norm1.weight", (d,)
+        yield f"{block}.wqkv.weight", (3 * v.qkv_hidden_size, d)
+        yield f"{block}.wo.weight", (d, v.qkv_hidden_size)
+        yield f"{block}.mlp.fc0.weight", (width, d)
+        yield f"{block}.mlp.fc1.weight", (d, width)
+    yield "encoder.final_layernorm.weight", (d,)
+
+
+def _projector(v: VisionConfig) -> Named:
+    merged = v.vt_hidden_size * math.prod(v.merge_kernel_size)
+    yield "proj.0.weight", (merged, merged)
+    yield "proj.2.weight", (v.text_hidden_size, merged)
+    yield "post_norm.weight", (v.text_hidden_size,)

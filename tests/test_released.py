@@ -1,319 +1,185 @@
-"""The released layout: the list of tensors and its published totals, files written and read so, and every kind of damage."""
+"""The released tensor lists: totals as published, and tensor for tensor what k3lite's own models hold."""
 
+import dataclasses
 import json
-import shutil
-import weakref
+from collections import Counter
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from k3lite import budget, checkpoint
-from k3lite.checkpoint import CheckpointError, load_model, read_layer, released_tensors, save_parts, save_released
-from k3lite.cli import main
-from k3lite.config import K3Config
+from k3lite import budget
+from k3lite.checkpoint import parts, released_tensors
+from k3lite.config import PRESET_DIR, ConfigError, K3Config
 from k3lite.model import K3ForCausalLM
-from k3lite.packed import pack_experts
-from k3lite.released import INDEX, PREFIX, SHOWN, compare, listed, read_heads, tensor_list, totals
-from tests.helpers import random_model, tiny
+from k3lite.packed import PackedExperts
+from k3lite.released import PREFIX, VisionConfig, shard_of, tensor_list, text_parts
+from tests.helpers import tiny
+from tests.tiny_released import tiny_config
 
-K3, LINEAR, TINY = (K3Config.preset(name) for name in ("kimi-k3", "kimi-linear-48b", "k3-tiny"))
-TINY_PACKED = K3Config.from_dict(TINY.to_dict() | {"quantization_config": K3.quantization_config, "dtype": "bfloat16"})
-IDS = torch.arange(1, 15).view(2, 7)
-NORM = f"{PREFIX}model.norm.weight"
-
-
-def sums(specs):
-    return tuple(sum(column) for column in zip(*totals(specs).values(), strict=True))
-
-
-def make_tiny_checkpoint(folder):
-    """The tiny random checkpoint of k3-architecture §4.1 in the released layout: bf16, experts packed, a file a layer."""
-    model = random_model(TINY_PACKED)
-    pack_experts(model)
-    save_released(model, folder)
-    return model
+K3, LINEAR = K3Config.preset("kimi-k3"), K3Config.preset("kimi-linear-48b")
+FEWER = dataclasses.replace(K3, num_experts=16)  # of every layer, where each of 82,432 experts says the same
+TOWER = json.loads((PRESET_DIR / "kimi-k3.json").read_text())["vision_config"]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("released") / "tiny"
-    return make_tiny_checkpoint(folder), folder
-
-
-@pytest.fixture
-def folder(made, tmp_path):
-    return shutil.copytree(made[1], tmp_path / "copy")
-
-
-# ---- the list
-
-
-def test_totals_of_kimi_k3_are_the_published_ones():
-    assert sums(tensor_list(K3, vision=True)) == (497_220, 1_503_647_073_024, 1_560_860_324_864)
-    parts = totals(tensor_list(K3, vision=True))
-    assert parts["vision tower"][1] == 401_214_464 and parts["projector"][1] == 46_144_512
-    assert parts["routed experts"][2] == 1_446_456_066_048 and parts["AttnRes"][1] == 2_680_832
-    assert sum(
-        n for part, (_, n, _) in parts.items() if part not in ("vision tower", "projector", "routed experts")
-    ) == (budget.active_parameters(K3, input_embedding=True) - 16 * 92 * budget.expert_parameters(K3) + 69 * 32)
-
-
-def test_totals_of_kimi_linear_are_the_published_ones():
-    assert sums(tensor_list(LINEAR))[:2] == (20_493, 49_122_681_728)
-    spec = {s.name: s for s in tensor_list(LINEAR)}["model.layers.0.self_attn.A_log"]
-    assert spec.shape == (1, 1, 32, 1) and spec.dtype == "F32"
-
-
-@pytest.mark.parametrize("packed, count", [(True, 126), (False, 102)])
-def test_the_tiny_layout(packed, count):
-    config = TINY_PACKED if packed else K3Config.from_dict(TINY_PACKED.to_dict() | {"quantization_config": None})
-    specs = list(tensor_list(config, pad_a_log=False))
-    assert len(specs) == count
-    assert (
-        sum(s.numbers for s in specs if s.dtype != "U8")
-        + sum(2 * s.numbers for s in specs if s.name.endswith("weight_packed"))
-        == 125_988
-        == sum(budget.parameters(TINY).values())
-    )
-    assert budget.active_parameters(TINY) == 107_556
-    want = budget.checkpoint_bytes(config)
-    assert sum(s.nbytes for s in specs) == want.total
-
-
-SHAPES = {
-    "k3-tiny": K3Config.from_dict(TINY.to_dict() | {"quantization_config": None}),
-    "needle": K3Config.preset("needle"),
-    "linear": tiny("linear"),
-    "no latent norm": tiny("k3", latent_moe_use_norm=False),
-    "no shared experts": tiny("k3", num_shared_experts=0),
-    "plain residuals": tiny("k3", attn_res_block_size=None),
-}
-
-
-@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
-def test_the_list_is_what_a_model_holds(config):
-    model = K3ForCausalLM(config)
-    want = {name: p.numel() for name, p in released_tensors(model)}
-    got = {s.name.removeprefix(PREFIX): s.numbers for s in tensor_list(config, pad_a_log=False)}
-    assert got == want
-
-
-def test_every_kind_of_tensor_of_k3_has_its_published_shape():
-    specs = {s.name.removeprefix(PREFIX): s for s in tensor_list(K3, vision=True)}
-    for name, shape, dtype in [
-        ("lm_head.weight", (163840, 7168), "BF16"),
-        ("model.layers.0.mlp.down_proj.weight", (7168, 33792), "BF16"),
-        ("model.layers.0.self_attn.A_log", (128,), "F32"),
-        ("model.layers.0.self_attn.k_conv1d.weight", (12288, 1, 4), "F32"),
-        ("model.layers.0.self_attn.o_norm.weight", (128,), "F32"),
-        ("model.layers.3.self_attn.kv_b_proj.weight", (24576, 512), "BF16"),
-        ("model.layers.92.self_attn.q_b_proj.weight", (18432, 1536), "BF16"),
-        ("model.layers.92.block_sparse_moe.gate.e_score_correction_bias", (896,), "F32"),
-        ("model.layers.1.block_sparse_moe.experts.895.w1.weight_packed", (3072, 1792), "U8"),
-        ("model.layers.1.block_sparse_moe.experts.0.w2.weight_scale", (3584, 96), "U8"),
-        ("model.layers.5.mlp_res_proj.weight", (1, 7168), "BF16"),
-        ("vision_tower.encoder.blocks.26.wqkv.weight", (4608, 1024), "BF16"),
-    ]:
-        assert (specs[name].shape, specs[name].dtype) == (shape, dtype), name
-    assert specs["model.layers.92.mlp_res_proj.weight"].layer == 92 and specs["lm_head.weight"].layer is None
-
-
-# ---- written and read
-
-
-def test_files_are_as_released(made):
-    model, folder = made
-    heads = read_heads(folder)
-    assert compare(heads, tensor_list(TINY_PACKED)) == [] and len(heads.tensors) == 126
-    assert len(heads.shards) == TINY.num_hidden_layers + 1
-    by_shard = {heads.where[n]: set() for n in heads.tensors}
-    for name, spec in heads.tensors.items():
-        by_shard[heads.where[name]].add(spec.layer)
-    assert all(len(layers) == 1 for layers in by_shard.values()), "a layer a file"
-    a_log = read_layer(folder, 0)[f"{PREFIX}model.layers.0.self_attn.A_log"]
-    heads_ = TINY.linear_attn_config.num_heads
-    assert (
-        a_log.shape == (128,)
-        and torch.equal(a_log[:heads_], model.model.layers[0].self_attn.A_log)
-        and not a_log[heads_:].any()
-    )
-
-
-def test_round_trip_bit_for_bit(made, tmp_path):
-    model, folder = made
-    loaded = load_model(folder)
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], tensor) and loaded.state_dict()[name].dtype == tensor.dtype, name
-    save_released(loaded, tmp_path / "again")
-    files = sorted(p.name for p in folder.iterdir())
-    assert files == sorted(p.name for p in (tmp_path / "again").iterdir())
-    assert all((folder / f).read_bytes() == (tmp_path / "again" / f).read_bytes() for f in files)
-    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
-
-
-def test_kimi_linear_has_its_own_layout(tmp_path):
-    model = random_model(tiny("linear"))
-    save_released(model, tmp_path / "x")
-    names = read_heads(tmp_path / "x").tensors
-    assert not any(n.startswith(PREFIX) for n in names)
-    assert names["model.layers.0.self_attn.A_log"].shape == (1, 1, 2, 1)
-    assert torch.equal(load_model(tmp_path / "x")(IDS).logits, model(IDS).logits)
-
-
-def test_one_layer_at_a_time(made, tmp_path, monkeypatch):
-    """What is copied at once is a layer, and what is read for one layer is that layer."""
-    model, folder = made
-    copied = []
-    real = checkpoint.save_file
-    monkeypatch.setattr(
-        checkpoint, "save_file", lambda t, *a: (copied.append(sum(x.nbytes for x in t.values())), real(t, *a))
-    )
-    save_released(model, tmp_path / "x")
-    specs = list(read_heads(folder).tensors.values())
-    sizes = sorted(sum(s.nbytes for s in specs if s.layer == i) for i in (None, *range(TINY.num_hidden_layers)))
-    assert sorted(copied) == sizes and sum(sizes) > 2 * max(sizes)
-    assert sum(t.nbytes for t in read_layer(folder, 2).values()) == sum(s.nbytes for s in specs if s.layer == 2)
-    with pytest.raises(CheckpointError, match="holds no layer 7"):
-        read_layer(folder, 7)
-
-
-def test_a_checkpoint_is_gone_through_without_a_model(made, tmp_path):
-    """Layer by layer from one folder into another: the same bytes, and one layer alive at a time."""
-    folder, read = made[1], []
-
-    def layer(i):
-        assert not any(ref() is not None for ref in read), "an earlier layer is still held"
-        part = read_layer(folder, i)
-        read.append(weakref.ref(next(iter(part.values()))))
-        return part
-
-    save_parts(TINY_PACKED, map(layer, (None, *range(TINY.num_hidden_layers))), tmp_path / "x")
-    assert len(read) == TINY.num_hidden_layers + 1
-    assert all((tmp_path / "x" / p.name).read_bytes() == p.read_bytes() for p in folder.iterdir())
-
-
-def test_parts_that_are_no_checkpoint_are_not_written(made, tmp_path):
-    with pytest.raises(CheckpointError, match="not written, these parts are no checkpoint(.|\n)*layers.1.*: missing"):
-        save_parts(TINY_PACKED, (read_layer(made[1], i) for i in (None, 0, 2)), tmp_path / "x")
-    assert not any(tmp_path.iterdir())
-
-
-def test_an_existing_folder_is_left_alone_and_a_full_disk_leaves_nothing(made, folder, tmp_path, monkeypatch):
-    before = {p.name: p.read_bytes() for p in folder.iterdir()}
-    with pytest.raises(CheckpointError, match="copy: exists already; choose another folder"):
-        save_released(made[0], folder)
-    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(OSError, match="No space left"):
-        save_released(made[0], tmp_path / "new")
-    assert [p.name for p in tmp_path.iterdir()] == ["copy"]
-
-
-# ---- damage: each kind is named, by loading and by `k3lite verify`, before any tensor is used
-
-
-def shard_of(folder, name):
-    return read_heads(folder).where[name]
-
-
-def change(folder, name, tensors):
-    """Replace one tensor of its file by these, and tell the index nothing."""
-    shard = shard_of(folder, name)
-    held = load_file(shard)
-    del held[name]
-    save_file(held | tensors, shard)
-
-
-def edit_index(folder, edit):
-    index = json.loads((folder / INDEX).read_text())
-    edit(index)
-    (folder / INDEX).write_text(json.dumps(index))
-
-
-def cut(folder):
-    shard = shard_of(folder, NORM)
-    shard.write_bytes(shard.read_bytes()[:-100])
-
-
-def lie_about_length(folder):
-    shard = shard_of(folder, NORM)
-    raw = shard.read_bytes()
-    shard.write_bytes((2**40).to_bytes(8, "little") + raw[8:])
-
-
-def double(folder):
-    other = shard_of(folder, f"{PREFIX}model.layers.1.input_layernorm.weight")
-    save_file(load_file(other) | {NORM: torch.ones(64, dtype=torch.bfloat16)}, other)
-
-
-def stranger(folder):
-    save_file({"x": torch.ones(1)}, folder / "model-9.safetensors")
-
-
-ONES = torch.ones(64, dtype=torch.bfloat16)
-DAMAGE = {
-    "name": (lambda f: change(f, NORM, {f"{PREFIX}model.form.weight": ONES}), "model.form.weight: unknown"),
-    "missing": (lambda f: change(f, NORM, {}), "model.norm.weight: missing"),
-    "shape": (lambda f: change(f, NORM, {NORM: ONES[:32]}), "model.norm.weight: shape"),
-    "packed dtype": (lambda f: change(f, NORM, {NORM: ONES.byte()}), "model.norm.weight: dtype U8"),
-    "doubled": (double, "model.norm.weight: twice, in"),
-    "cut": (cut, "not a readable safetensors file"),
-    "length": (lie_about_length, "not a readable safetensors file (a head of"),
-    "no file": (lambda f: shard_of(f, NORM).unlink(), "no such file"),
-    "stranger": (stranger, "model-9.safetensors: not in the index"),
-    "index: size": (lambda f: edit_index(f, lambda i: i["metadata"].update(total_size=5)), "total_size 5, and the files hold"),
-    "index: other file": (
-        lambda f: edit_index(f, lambda i: i["weight_map"].update({NORM: shard_of(f, f"{PREFIX}model.layers.0.self_attn.A_log").name})),
-        "and the index says model-",
-    ),
-    "index: unheard of": (lambda f: edit_index(f, lambda i: i["weight_map"].pop(NORM)), "and the index says nothing"),
-    "index: no JSON": (lambda f: (f / INDEX).write_text("{"), "not a safetensors index"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("damage, told", DAMAGE.values(), ids=DAMAGE)
-def test_damage(folder, damage, told, capsys, monkeypatch):
-    damage(folder)
-    monkeypatch.setattr(checkpoint, "_stream", lambda *_: pytest.fail("a tensor was read"))
-    with pytest.raises(CheckpointError) as e:
-        load_model(folder)
-    assert told in str(e.value)
-    assert main(["verify", str(folder)]) == 1
-    assert told in capsys.readouterr().out
-
-
-def test_a_float_of_another_width_is_converted_by_loading_and_named_by_verify(folder, capsys):
-    change(folder, NORM, {NORM: ONES.float()})
-    edit_index(folder, lambda i: i["metadata"].pop("total_size"))
-    assert load_model(folder).model.norm.weight.dtype == torch.bfloat16
-    assert main(["verify", str(folder)]) == 1 and "model.norm.weight: dtype F32, wanted BF16" in capsys.readouterr().out
-
-
-def test_all_is_listed_and_a_long_list_is_cut(folder):
-    change(folder, NORM, {})
-    stranger(folder)
-    problems = compare(read_heads(folder), tensor_list(TINY_PACKED))
-    assert len(problems) == 4, problems  # an unknown file, a name of the index, its total, and what is missing
-    assert listed(["a"] * (SHOWN + 1500)).endswith("and 1,500 more")
-
-
-# ---- the command
-
-
-def test_verify_says_what_matches(folder, capsys):
-    assert main(["verify", str(folder)]) == 0
-    out = capsys.readouterr().out
-    assert "every name, shape and dtype is what the config asks for" in out
-    line = next(line for line in out.splitlines() if "routed experts" in line).split()
-    assert line[2:] == ["48", "13,056", "13,056"]  # 2 layers x 4 experts x 3 matrices x (512 + 32) bytes
-    assert main(["verify", str(folder), "--config", "kimi-k3"]) == 1 and "more" in capsys.readouterr().out
-
-
-def test_verify_refuses_what_is_no_folder(tmp_path, capsys):
-    assert main(["verify", str(tmp_path / "x")]) == 2 and "x: no such folder" in capsys.readouterr().err
-    assert main(["verify", str(tmp_path)]) == 2 and "config.json" in capsys.readouterr().err
+def k3():
+    return list(tensor_list(K3, VisionConfig.preset("kimi-k3")))
+
+
+def test_totals_of_kimi_k3(k3):
+    """k3-architecture §3: as in the dump of the released files."""
+    assert len(k3) == len({t.name for t in k3}) == 497_220
+    assert sum(t.numel for t in k3) == 1_503_647_073_024
+    assert sum(t.nbytes for t in k3) == 1_560_860_324_864
+    sizes = {kind: sum(t.numel for t in k3 if t.kind == kind) for kind in ("vision_tower", "mm_projector")}
+    assert sizes == {"vision_tower": 401_214_464, "mm_projector": 46_144_512}
+    text = [t for t in k3 if t.name.startswith(PREFIX)]
+    assert len(text) == 497_052 and len(k3) - len(text) == 27 * 6 + 3 + 3
+    routed = sum(t.nbytes for t in text if t.kind in ("routed_experts", "expert_scales"))
+    assert routed == 1_446_456_066_048 and sum(t.nbytes for t in text) - routed == 113_509_540_864
+
+
+def test_the_93rd_file_is_as_large_as_the_real_one(k3):
+    """16,567,507,176 bytes with a header of 823,016: public audits of model-00093-of-000096.safetensors, layer 92."""
+    assert shard_of(K3, "model.layers.92.") == 93
+    assert sum(t.nbytes for t in k3 if ".layers.92." in t.name) + 823_016 == 16_567_507_176
+
+
+def test_totals_of_kimi_linear():
+    specs = list(tensor_list(LINEAR, VisionConfig.preset("kimi-linear-48b")))
+    assert len(specs) == len({t.name for t in specs}) == 20_493
+    assert sum(t.numel for t in specs) == 49_122_681_728
+    assert VisionConfig.preset("kimi-linear-48b") is None
+
+
+@pytest.mark.parametrize(
+    "name, shape, dtype",
+    [
+        ("language_model.model.embed_tokens.weight", (163_840, 7_168), "BF16"),
+        ("language_model.model.output_attn_res_proj.weight", (1, 7_168), "BF16"),
+        ("language_model.model.layers.0.mlp.down_proj.weight", (7_168, 33_792), "BF16"),
+        ("language_model.model.layers.0.self_attn.A_log", (128,), "F32"),
+        ("language_model.model.layers.90.self_attn.k_conv1d.weight", (12_288, 1, 4), "F32"),
+        ("language_model.model.layers.90.self_attn.o_norm.weight", (128,), "F32"),
+        ("language_model.model.layers.91.self_attn.kv_a_proj_with_mqa.weight", (576, 7_168), "BF16"),
+        ("language_model.model.layers.92.self_attn.q_b_proj.weight", (18_432, 1_536), "BF16"),
+        ("language_model.model.layers.1.block_sparse_moe.gate.e_score_correction_bias", (896,), "F32"),
+        ("language_model.model.layers.92.block_sparse_moe.experts.895.w2.weight_packed", (3_584, 1_536), "U8"),
+        ("language_model.model.layers.92.block_sparse_moe.experts.895.w3.weight_scale", (3_072, 112), "U8"),
+        ("vision_tower.encoder.blocks.26.wqkv.weight", (4_608, 1_024), "BF16"),
+        ("vision_tower.patch_embed.pos_emb.weight", (64, 64, 1_024), "BF16"),
+        ("mm_projector.proj.2.weight", (7_168, 4_096), "BF16"),
+    ],
+)
+def test_single_tensors_of_kimi_k3(k3, name, shape, dtype):
+    """k3-architecture §4; the vision part from public lists of the same files."""
+    (spec,) = [t for t in k3 if t.name == name]
+    assert (spec.shape, spec.dtype) == (shape, dtype)
+
+
+def test_what_kimi_linear_stores_otherwise():
+    specs = {t.name: (t.shape, t.dtype) for t in tensor_list(LINEAR)}
+    layer = "model.layers.1."
+    assert specs[f"{layer}self_attn.A_log"] == ((1, 1, 32, 1), "F32")
+    assert specs[f"{layer}self_attn.q_conv1d.weight"] == ((4_096, 1, 4), "BF16")
+    assert specs[f"{layer}self_attn.g_a_proj.weight"] == ((128, 2_304), "BF16")
+    assert specs[f"{layer}block_sparse_moe.gate.e_score_correction_bias"] == ((256,), "BF16")
+    assert specs[f"{layer}block_sparse_moe.experts.255.w1.weight"] == ((1_024, 2_304), "BF16")
+
+
+def test_totals_of_the_tiny_layout():
+    """k3-architecture §4.1: 126 tensors packed, 102 unpacked, 125,988 parameters, 107,556 of them active."""
+    packed, plain = (list(tensor_list(tiny_config(packed))) for packed in (True, False))
+    assert (len(packed), len(plain)) == (126, 102)
+    padding = 2 * (128 - 2)
+    assert sum(t.numel for t in plain) - padding == 125_988
+    assert budget.active_parameters(tiny_config()) == 107_556
+
+
+@pytest.mark.parametrize("c", [FEWER, LINEAR, tiny_config()], ids=["kimi-k3", "kimi-linear", "tiny"])
+def test_kinds_are_the_parts_of_the_budget(c):
+    numbers = Counter()
+    for t in tensor_list(c):
+        codes = 2 if t.name.endswith("weight_packed") else 1
+        numbers[t.kind] += codes * (c.linear_attn_config.num_heads if t.name.endswith("A_log") else t.numel)
+    del numbers["expert_scales"]
+    assert numbers == {part: n for part, n in budget.parameters(c).items() if n}
+
+
+def test_bytes_are_those_of_the_budget(k3):
+    """But for the padding of A_log, which the budget leaves out."""
+    padding = 69 * (128 - 96) * 4
+    assert sum(t.nbytes for t in k3 if t.name.startswith(PREFIX)) - padding == budget.checkpoint_bytes(K3).total
+
+
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
+NO_LATENT = {"routed_expert_hidden_size": None, "latent_moe_use_norm": False}
+
+
+@pytest.mark.parametrize(
+    "c",
+    [
+        FEWER,
+        dataclasses.replace(LINEAR, num_experts=8),
+        tiny_config(dtype="bfloat16"),
+        tiny("k3"),
+        tiny("linear"),
+        tiny("k3", q_lora_rank=None, mla_use_output_gate=False, attn_res_block_size=None),
+        tiny("k3", num_shared_experts=0, **NO_LATENT),
+        tiny("linear", num_experts=0, num_experts_per_token=0),
+        tiny("k3", layers=3, mla=(), first_k_dense_replace=2, moe_layer_freq=2),
+    ],
+    ids="kimi-k3 linear-48b tiny-bf16 k3 linear plain-mla no-latent dense odd-layers".split(),
+)
+def test_lists_what_the_model_holds(c):
+    """Name for name, in pieces and as a whole; shapes but for A_log, dtypes but for Kimi Linear's bf16 fp32 parts."""
+    with torch.device("meta"):
+        model = K3ForCausalLM(c)
+        if c.packs_mxfp4:
+            for layer in model.model.layers:
+                if layer.moe:
+                    layer.block_sparse_moe.experts = PackedExperts(layer.block_sparse_moe.experts)
+    listed = dict(text_parts(c))
+    pieces = dict(parts(model))
+    assert list(listed) == list(pieces)
+    k3 = c.linear_attn_config.gate_lower_bound is not None
+    for before, piece in pieces.items():
+        held = dict(released_tensors(piece, before))
+        specs = {t.name.removeprefix(PREFIX): t for t in listed[before]}
+        assert held.keys() == specs.keys()
+        for name, p in held.items():
+            spec = specs[name]
+            assert spec.name.startswith(PREFIX) == k3
+            assert spec.shape == tuple(p.shape) or name.endswith("A_log")
+            if k3:
+                assert spec.dtype == DTYPES[p.dtype], name
+    assert sum(map(len, listed.values())) == len(dict(released_tensors(model)))
+
+
+def test_numbers_of_files():
+    assert sorted(shard_of(K3, part) for part, _ in text_parts(K3)) == list(range(1, 96))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"attn_bias": True}, "vision_config.attn_bias: got True, wanted False"),
+        ({"mm_projector_type": "patchmerger"}, "mm_projector_type: got 'patchmerger', wanted 'patchmergerv2'"),
+        ({"patch_size": None}, "patch_size: got None, wanted a positive whole number"),
+        ({"vt_hidden_size": "1024"}, "vt_hidden_size: got '1024', wanted a positive whole number"),
+        ({"merge_kernel_size": 2}, "merge_kernel_size: got 2, wanted two positive whole numbers"),
+        ({"merge_kernel_size": [2, 0]}, r"merge_kernel_size: got \[2, 0\], wanted two"),
+        ({"patch_size": [14, 14]}, r"patch_size: got \[14, 14\], wanted a positive whole number"),
+    ],
+)
+def test_another_tower_is_refused(change, message):
+    assert VisionConfig.from_dict(TOWER) == VisionConfig.preset("kimi-k3")
+    with pytest.raises(ConfigError, match=message):
+        VisionConfig.from_dict(TOWER | change)
+
+
+def test_the_text_model_does_not_mind_the_tower():
+    raw = json.loads((PRESET_DIR / "kimi-k3.json").read_text())
+    tower = raw.pop("vision_config")
+    assert K3Config.from_dict({"text_config": raw, "vision_config": tower}) == K3
+    assert dataclasses.asdict(K3).keys() >= raw.keys()

@@ -4,20 +4,17 @@ import pytest
 import torch
 
 from k3lite.bench_mx import compressed_tensors_scheme
-from k3lite.checkpoint import read_layer, released_tensors
+from k3lite.checkpoint import released_tensors
 from k3lite.packed import unpack_experts
 from tests.oracles.conftest import load
-from tests.test_released import TINY_PACKED, make_tiny_checkpoint
+from tests.tiny_released import TINY, tensors_of, tiny_released
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """All tensors of the files, and what they stand for under k3lite's names, experts unpacked."""
-    folder = tmp_path_factory.mktemp("released") / "tiny"
-    model = make_tiny_checkpoint(folder)
-    tensors = {}
-    for layer in (None, *range(TINY_PACKED.num_hidden_layers)):
-        tensors |= read_layer(folder, layer)
+    folder = tmp_path_factory.mktemp("released")
+    model = tiny_released(folder, dtype="bfloat16")
+    tensors = tensors_of(folder)
     unpack_experts(model)
     return tensors, dict(released_tensors(model))
 
@@ -28,13 +25,15 @@ def test_the_adapter_reads_it(written, kimi_k3):
     tensors, ours = written
 
     class Config:
-        linear_attn_config = TINY_PACKED.to_dict()["linear_attn_config"]
+        linear_attn_config = TINY.to_dict()["linear_attn_config"]
 
     adapter = adapter_of(Config, None, None, dtype=torch.bfloat16)
-    theirs = {adapter._strip_hf_text_prefix(n): adapter._normalize_checkpoint_tensor(n, t) for n, t in tensors.items()}
-    adapter._dequantize_packed_experts(theirs)
-    assert theirs.keys() == ours.keys()
-    for name, t in theirs.items():
+    stripped = {
+        adapter._strip_hf_text_prefix(n): adapter._normalize_checkpoint_tensor(n, t) for n, t in tensors.items()
+    }
+    adapter._dequantize_packed_experts(stripped)
+    assert stripped.keys() == ours.keys()
+    for name, t in stripped.items():
         assert t.dtype == ours[name].dtype and torch.equal(t, ours[name]), name
 
 
@@ -42,10 +41,11 @@ def test_compressed_tensors_unpacks_the_experts(written):
     base = load("compressed_tensors.compressors.mxfp4.base")
     scheme, compressor = compressed_tensors_scheme(base), base.MXFP4PackedCompressor
     tensors, ours = written
-    packed = [name for name in tensors if name.endswith("weight_packed")]
-    assert len(packed) == 24
-    for name in packed:
+    count = 0
+    for name in [n for n in tensors if n.endswith("weight_packed")]:
         stem = name.removesuffix("_packed")
         state = {"weight_packed": tensors[name], "weight_scale": tensors[f"{stem}_scale"]}
         got = compressor.decompress(state, scheme)["weight"]
         assert torch.equal(got, ours[stem.removeprefix("language_model.")]), name
+        count += 1
+    assert count == 24
