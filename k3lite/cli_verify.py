@@ -33,7 +33,7 @@ def _verify(args: argparse.Namespace) -> int:
         config, vision = K3Config.from_json(args.path), VisionConfig.from_json(args.path)
     result = conformance(args.path, config, vision)
     print(f"{args.path}, against {args.config or 'its own config.json'}")
-    print("\n".join([*table(result), *verdict(result)]))
+    print("\n".join([*table(result), *outcome(result)]))
     return 1 if result.problems else 0
 
 
@@ -47,7 +47,7 @@ def table(result: Conformance) -> list[str]:
     return [f"{a:<16}{b:>9}{c:>9}{d:>20}  {e:<12}{f:>6}" for a, b, c, d, e, f in rows]
 
 
-def verdict(result: Conformance) -> list[str]:
+def outcome(result: Conformance) -> list[str]:
     """What does not match, or that nothing is wrong."""
     if not result.problems:
         return ["as released: every name, shape, dtype and file"]
