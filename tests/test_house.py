@@ -14,6 +14,8 @@ MODULES = sorted((ROOT / "k3lite").rglob("*.py"))
 ORDER = [
     "config",
     "budget",
+    "devices",
+    "spell",
     "ops",
     "balance",
     "moonep",
@@ -40,6 +42,7 @@ ORDER = [
     "bench_mx",
     "cli_options",
     "cli_train",
+    "cli_paper",
     "cli",
 ]
 
@@ -72,7 +75,7 @@ def test_imports_go_one_way_and_stay_out_of_jupyter(path):
 
 
 def test_budget_and_config_need_the_standard_library_only():
-    for name in ("budget", "config"):
+    for name in ("budget", "config", "devices", "spell"):
         outside = {n.split(".")[0] for n in imports(ROOT / "k3lite" / f"{name}.py")} - {"k3lite"}
         assert outside <= sys.stdlib_module_names
 
