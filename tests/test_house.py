@@ -17,6 +17,8 @@ ORDER = [
     "shards",
     "released",
     "verify",
+    "devices",
+    "spell",
     "ops",
     "balance",
     "moonep",
@@ -48,6 +50,7 @@ ORDER = [
     "cli_options",
     "cli_train",
     "cli_verify",
+    "cli_paper",
     "cli",
 ]
 
@@ -80,7 +83,7 @@ def test_imports_go_one_way_and_stay_out_of_jupyter(path):
 
 
 def test_budget_and_config_need_the_standard_library_only():
-    for name in ("budget", "config", "shards", "released", "verify"):
+    for name in ("budget", "config", "shards", "released", "verify", "devices", "spell"):
         outside = {n.split(".")[0] for n in imports(ROOT / "k3lite" / f"{name}.py")} - {"k3lite"}
         assert outside <= sys.stdlib_module_names
 

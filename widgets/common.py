@@ -10,6 +10,9 @@ from collections.abc import Callable
 import ipywidgets as w
 import plotly.graph_objects as go
 
+from k3lite.devices import read_devices
+from k3lite.spell import format_bytes as format_bytes  # where explorers and chapters look for it
+
 # Okabe and Ito's palette: its colours can be told apart with any of the common colour-vision deficiencies.
 ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7"
 # One ink for two themes: no grey has more than 4.35 : 1 against JupyterLab's white and its dark #111 at once,
@@ -17,29 +20,11 @@ ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = "#E69F00", "#56B4E9", "#009E73", "
 INK = "#797979"
 GRID = "rgba(128,128,128,0.22)"
 
-# Memory of one device in bytes, vendor-reported as third parties quote it (NVIDIA's own pages were not read). For the
-# B200, 180 GB is what a DGX B200 gives each of its eight; launch material said 192 GB. A vendor's GB is read as 10^9
-# bytes, the cautious reading. The laptop is an example, nobody's figure.
-DEVICES = {
-    "H200": 141 * 10**9,
-    "B200": 180 * 10**9,
-    "H100 SXM": 80 * 10**9,
-    "RTX 4090": 24 * 10**9,
-    "laptop": 16 * 10**9,
-}
+# Memory of one device in bytes; where it is from is said in k3lite/devices.json.
+DEVICES = {name: int(device.memory) for name, device in read_devices().items()}
 
 
 # ---- spelling
-
-
-def format_bytes(n: float, short: bool = False) -> str:
-    """Bytes in binary units with three or four figures: 434110464 -> '414.0 MiB'; short, as on an axis: '414 MiB'."""
-    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
-    size, unit = float(n), 0
-    while size >= 1023.95 and unit < len(units) - 1:  # 1023.95 would print as 1024.0
-        size, unit = size / 1024, unit + 1
-    digits = 0 if unit == 0 else 2 if size < 9.995 else 1
-    return f"{size:.4g} {units[unit]}" if short else f"{size:,.{digits}f} {units[unit]}"
 
 
 def device_label(device: str) -> str:

@@ -18,6 +18,7 @@ import plotly.graph_objects as go
 
 from k3lite import budget
 from k3lite.config import K3Config
+from k3lite.spell import format_seconds
 from widgets import common
 from widgets.common import labelled, whole
 
@@ -110,22 +111,15 @@ def describe(r: Roofline) -> str:
 
     return (
         f"This machine can do {r.ridge:,.0f} FLOPs while it moves a byte. Prefill of {r.tokens:,} tokens asks for "
-        f"{prefill.intensity:,.0f}: {limit(prefill)}, and it takes {_time(prefill.seconds)} at least. Decode of one "
+        f"{prefill.intensity:,.0f}: {limit(prefill)}, and it takes {format_seconds(prefill.seconds)} at least. Decode of one "
         f"sequence asks for {alone.intensity:,.1f}: {limit(alone)}, {_share(alone, r)} of the arithmetic can be used, a "
-        f"token takes {_time(alone.seconds)} at least. With a batch of {r.batch:,} it is {together.intensity:,.1f}, "
-        f"{_share(together, r)} and {_time(together.seconds)} for all {r.batch:,} tokens."
+        f"token takes {format_seconds(alone.seconds)} at least. With a batch of {r.batch:,} it is {together.intensity:,.1f}, "
+        f"{_share(together, r)} and {format_seconds(together.seconds)} for all {r.batch:,} tokens."
     )
 
 
 def _share(p: Pass, r: Roofline) -> str:
     return f"{p.reached / r.flop_s:.2g}" if p.reached < r.flop_s / 1000 else f"{p.reached / r.flop_s:.1%}"
-
-
-def _time(seconds: float) -> str:
-    for unit, size in (("s", 1), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:,.3g} {unit}" if seconds < 1000 * size else f"{seconds / size:,.0f} {unit}"
-    return f"{seconds / 1e-6:,.3g} µs"
 
 
 def figure(r: Roofline) -> go.Figure:
