@@ -3,7 +3,8 @@
     INT4 : round(x / s) in -7..7,  s = amax / 7    one fp16 scale for a row, or for a group of columns
     FP8  : E4M3(x / s),            s = amax / 448  one fp32 scale for the whole tensor
 
-Both scales are any number, not a power of two, so that the largest magnitude is met and nothing is clipped.
+Both scales are any number, not a power of two, so that the largest magnitude is met and nothing is clipped, as far as
+fp16 reaches: numbers above 7 * 65504 saturate, and scales below 2^-14 lose bits and vanish in the end.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def round_int4(x: Tensor, group: int | None = None) -> Tensor:
     if group is not None and (group < 1 or n % group):
         raise ValueError(f"group: got {group} for {n} columns, wanted a divisor")
     parts = x.unflatten(-1, (-1, group or n))
-    scale = (parts.abs().amax(-1, keepdim=True) / INT4_LARGEST).to(torch.float16).to(x.dtype)
+    scale = parts.abs().amax(-1, keepdim=True).float() / INT4_LARGEST
+    scale = scale.clamp(max=torch.finfo(torch.float16).max)  # an infinite one would make NaN of everything
+    scale = scale.to(torch.float16).to(x.dtype)
     scale = scale.masked_fill(scale == 0, 1)  # of zeros, and of numbers below what fp16 has
     return ((parts / scale).round().clamp(-INT4_LARGEST, INT4_LARGEST) * scale).flatten(-2)
 

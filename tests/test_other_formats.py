@@ -25,6 +25,11 @@ def test_int4_groups_are_rows_of_their_own():
     assert int(round_int4(x)[0, 0].unique().numel()) <= 15
 
 
+def test_int4_ends_where_fp16_does():
+    x = torch.tensor([[1e9, 1e5, 0.0], [1e-9, -1e-9, 0.0]])
+    assert torch.equal(round_int4(x), torch.tensor([[7.0 * 65504, 2 * 65504, 0], [0, 0, 0]]))
+
+
 @pytest.mark.parametrize("group", [0, 5, 128])
 def test_int4_refuses_groups_that_do_not_fit(group):
     with pytest.raises(ValueError, match=f"group: got {group} for 64 columns, wanted a divisor"):

@@ -219,7 +219,8 @@ def _sliders(values: list[float]) -> dict[str, w.Widget]:
     return {
         f"value {i}": w.FloatSlider(
             value=value, min=-TOP, max=TOP, step=STEP, orientation="vertical", readout=False,
-            tooltip=f"number {i} of the block", layout={"height": "130px", "width": "25.6px", "margin": "0"},
+            description=str(i), style={"description_width": "25px"},
+            layout={"height": "150px", "width": "25.6px", "margin": "0"},
         )
         for i, value in enumerate(values)
     }  # fmt: skip

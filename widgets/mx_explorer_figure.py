@@ -53,7 +53,7 @@ def figure(b: Block) -> go.Figure:
         margin={"l": 62, "r": 12, "t": 78, "b": 54},
         legend={"orientation": "h", "x": 0, "y": 1.005, "yanchor": "bottom", "font": {"size": 12}},
     )  # fmt: skip
-    return go.Figure({"data": [*_numbers(b), _layer(b), _errors(b)], "layout": look})
+    return go.Figure({"data": [*_numbers(b), _layer(b), _errors(b), _clipped(b)], "layout": look})
 
 
 def _title(b: Block) -> str:
@@ -85,11 +85,21 @@ def _numbers(b: Block) -> list[dict]:
 
     fate = ["(clipped)" if clipped else "" for clipped in b.clipped]
     int4 = b.beside["INT4"][0]
+    kept = [f"{c}, off by {k - v:+.3g}" for c, k, v in zip(b.codes, b.kept, b.values, strict=True)]
     return [
         marks("given", b.values, "circle-open", common.INK, 11, fate),
-        marks("kept", b.kept, "circle", common.BLUE, 6, b.codes),
+        marks("kept", b.kept, "circle", common.BLUE, 6, kept),
         marks("kept in INT4", int4, "x-thin", common.ORANGE, 7, [""] * len(int4)),
     ]
+
+
+def _clipped(b: Block) -> dict:
+    """A ring around each number that was cut down to the largest; drawn last, and there also if it has nothing to show."""
+    return {
+        "type": "scatter", "mode": "markers", "name": "clipped", "x": list(range(len(b.kept))),
+        "y": [kept if clipped else None for kept, clipped in zip(b.kept, b.clipped, strict=True)], "hoverinfo": "skip",
+        "marker": {"symbol": "circle-open", "color": common.VERMILION, "size": 17, "line": {"width": 2}},
+    }  # fmt: skip
 
 
 def _layer(b: Block) -> dict:

@@ -55,6 +55,13 @@ def test_powers_of_two_move_the_scale_and_nothing_else():
     assert b.scale_byte == a.scale_byte - 9 and b.codes == a.codes and b.error == pytest.approx(a.error)
 
 
+@pytest.mark.parametrize("shift", [-30, 17, 30])
+def test_other_formats_end_in_numbers(shift):
+    """INT4's scale is fp16, which ends long before 2^30."""
+    b = compute(shift=shift)
+    assert all(0 < error <= 1 for _, error in b.beside.values()) and "nan" not in describe(b)
+
+
 def test_the_layer_is_the_needle_models_and_its_shares_are_counted():
     x, b = layer(), compute()
     assert x.shape == (4608, BLOCK)  # three layers of 8 experts, three matrices of 64 x 32 numbers
@@ -100,7 +107,7 @@ def test_words():
 )
 def test_traces_are_always_the_same_in_the_same_order(values):
     fig = figure(compute(**values))
-    assert [t.type for t in fig.data] == ["scatter"] * 3 + ["bar"] * 2
+    assert [t.type for t in fig.data] == ["scatter"] * 3 + ["bar"] * 2 + ["scatter"]
 
 
 def test_the_picture_shows_the_numbers():
@@ -109,6 +116,7 @@ def test_the_picture_shows_the_numbers():
     assert tuple(fig.data[0].y) == b.values and tuple(fig.data[1].y) == b.kept and tuple(fig.data[3].y) == b.shares
     assert tuple(fig.layout.xaxis.ticktext) == b.codes and tuple(fig.data[4].x) == tuple(b.layer_errors.values())
     assert "1 clipped" in fig.layout.title.text and f"{b.error:.1%}" in fig.layout.title.text
+    assert fig.data[1].customdata[0] == "0111, off by -1" and tuple(fig.data[5].y) == (6, *[None] * 31)
     assert list(fig.layout.xaxis2.tickvals) == [0, 0.5, 1, 1.5, 2, 3, 4, 6, 12]
 
 
