@@ -66,7 +66,8 @@ def load_model(
 ) -> K3ForCausalLM:
     """Read a model in eval mode. Raises CheckpointError listing every wrong, missing or unknown tensor.
 
-    Layers whose experts are packed in the files get `PackedExperts`; see `packed.unpack_experts` to train on.
+    Layers whose experts are packed in the files get `PackedExperts`; see `packed.unpack_experts` to train on. They round
+    their inputs to MXFP8 (floor rule) if quantization_config's input_activations asks for it; K3's is null: no rounding.
     make: builds the model from its config, where it is not quite K3 (see `tasks/siblings.py`).
     """
     folder = Path(folder)
@@ -113,6 +114,7 @@ def _keep_packed(model: K3ForCausalLM, files: list[Path]) -> None:
         if name in layers and isinstance(layer, LatentMoE):
             try:
                 layer.experts = PackedExperts(layer.experts)
+                layer.experts.input_rounding = "floor" if model.config.rounds_expert_inputs else None
             except ValueError as e:
                 raise CheckpointError(
                     f"{files[0].parent}: packed, which this config forbids: {name}.experts.{e}"

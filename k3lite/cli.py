@@ -1,4 +1,4 @@
-"""The command line: `k3lite needle`, `k3lite needle ask`, `k3lite train TASK`, `k3lite bench`."""
+"""The command line: `k3lite needle`, `k3lite needle ask`, `k3lite train TASK`, `k3lite generate`, `k3lite bench`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from k3lite import bench, cli_train, parallel
+from k3lite import bench, cli_generate, cli_train, parallel
 from k3lite.checkpoint import load_model
 from k3lite.cli_options import list_of, threads
 from k3lite.tasks import needle_job
@@ -145,6 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     threads(question)
 
     cli_train.add(commands)
+    cli_generate.add(commands)
 
     speed = commands.add_parser("bench", help="measure speed as a ratio within one run")
     speed.add_argument("name", choices=sorted(bench.BENCHES))

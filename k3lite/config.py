@@ -140,6 +140,16 @@ class K3Config:
     def packs_mxfp4(self) -> bool:
         return bool(self.quantization_config) and "mxfp4" in str(self.quantization_config.get("format"))
 
+    @property
+    def rounds_expert_inputs(self) -> bool:
+        """Whether input_activations asks for MXFP8. Raises ValueError if it asks for anything else."""
+        groups = (self.quantization_config or {}).get("config_groups") or {}
+        asked = [a for a in (g.get("input_activations") for g in groups.values()) if a is not None]
+        for a in asked:
+            if (a.get("type"), a.get("num_bits"), a.get("group_size")) != ("float", 8, 32):
+                raise ValueError(f"input_activations: got {a}, wanted null or float of 8 bits in groups of 32")
+        return bool(asked)
+
     def all_mla_twin(self) -> K3Config:
         """The same model with an MLA layer wherever it has a KDA layer: what K3's cache is compared with."""
         every = tuple(range(1, self.num_hidden_layers + 1))

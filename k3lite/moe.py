@@ -27,7 +27,8 @@ from k3lite.balance import (
 )
 from k3lite.config import K3Config
 from k3lite.mlp import GatedMLP, RMSNorm, activation, linear
-from k3lite.ops.experts import grouped_experts
+from k3lite.mx import fake_quantize
+from k3lite.ops.experts import Activation, grouped_experts
 from k3lite.ops.pointwise import upcast
 
 RULES = ("quantile", "histogram", "sign", "auxiliary", "none")
@@ -124,9 +125,21 @@ class Experts(nn.Module):
         self.w1, self.w3 = (nn.Parameter(torch.empty(E, width, D)) for _ in range(2))
         self.w2 = nn.Parameter(torch.empty(E, D, width))
         self.act = activation(config)
+        self.rounding: str | None = None  # the scale rule under which all is rounded; see `qat.set_rounding`
 
     def forward(self, z: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        return grouped_experts(z, chosen, weights, self.w1, self.w3, self.w2, self.act)
+        if self.rounding is None:
+            return grouped_experts(z, chosen, weights, self.w1, self.w3, self.w2, self.act)
+        z, act = rounded_inputs(z, self.act, self.rounding)
+        w1, w3, w2 = (fake_quantize(w, scale_rule=self.rounding) for w in (self.w1, self.w3, self.w2))
+        return grouped_experts(z, chosen, weights, w1, w3, w2, act)
+
+
+def rounded_inputs(z: Tensor, act: Activation, scale_rule: str) -> tuple[Tensor, Activation]:
+    """The inputs of w1 and w3, and the activation that makes that of w2, in MXFP8 (E4M3); straight-through."""
+    return fake_quantize(z, "e4m3", scale_rule=scale_rule), lambda gate, up: fake_quantize(
+        act(gate, up), "e4m3", scale_rule=scale_rule
+    )
 
 
 class LatentMoE(nn.Module):

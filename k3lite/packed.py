@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from k3lite.moe import Experts, LatentMoE
+from k3lite.moe import Experts, LatentMoE, rounded_inputs
 from k3lite.mx import BLOCK, DTYPES, check_packed, pack_mxfp4, unpack_mxfp4
 from k3lite.ops.experts import by_expert
 from k3lite.ops.pointwise import upcast
@@ -90,10 +90,17 @@ def _triton(missing_is_an_error: bool = True):
 
 
 class PackedExperts(nn.Module):
-    """`moe.Experts` with w1, w3, w2 as `{w}_packed` and `{w}_scale` [E, out, ...], uint8. Made without values."""
+    """`moe.Experts` with w1, w3, w2 as `{w}_packed` and `{w}_scale` [E, out, ...], uint8. Made without values.
+
+    input_rounding: the scale rule under which inputs are rounded to MXFP8, or None to leave them. From a file it is what
+    quantization_config says of input_activations: null, as in the release, leaves them (k3-architecture §7.13).
+    """
 
     def __init__(self, experts: Experts) -> None:
-        """Shapes, device and activation are those of `experts`. Raises ValueError if an input width is no multiple of 32."""
+        """Shapes, device, activation and rounding of inputs are those of `experts`.
+
+        Raises ValueError if an input width is no multiple of 32.
+        """
         super().__init__()
         for name, w in experts.named_parameters():
             E, out, width = w.shape
@@ -103,13 +110,17 @@ class PackedExperts(nn.Module):
                 empty = torch.empty(E, out, columns, dtype=torch.uint8, device=w.device)
                 self.register_buffer(f"{name}_{suffix}", empty)
         self.act = experts.act
+        self.input_rounding = experts.rounding
 
     def forward(self, z: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """As `Experts`: z [N,D], ids and weights [N,k] -> [N,D]."""
         return by_expert(z, chosen, weights, self._expert)
 
     def _expert(self, e: int, x: Tensor) -> Tensor:
-        hidden = self.act(*(packed_linear(x, p[e], s[e]) for p, s in (self.pair("w1"), self.pair("w3"))))
+        act = self.act
+        if self.input_rounding is not None:
+            x, act = rounded_inputs(x, act, self.input_rounding)
+        hidden = act(*(packed_linear(x, p[e], s[e]) for p, s in (self.pair("w1"), self.pair("w3"))))
         packed, scale = self.pair("w2")
         return packed_linear(hidden, packed[e], scale[e])
 
@@ -119,12 +130,16 @@ class PackedExperts(nn.Module):
 
 
 @torch.no_grad()
-def pack_experts(model: nn.Module, scale_rule: str = "floor") -> None:
-    """Round the routed experts of every layer to MXFP4 and keep nothing else of them. In place."""
+def pack_experts(model: nn.Module, scale_rule: str | None = None) -> None:
+    """Round the routed experts of every layer to MXFP4 and keep nothing else of them. In place.
+
+    scale_rule: None for the one under which the model rounds (`qat.set_rounding`), and floor if it does not.
+    A model that rounds goes on rounding the inputs of its experts.
+    """
     for layer in _layers(model, Experts):
-        packed = PackedExperts(layer.experts)
+        packed, rule = PackedExperts(layer.experts), scale_rule or layer.experts.rounding or "floor"
         for name, w in layer.experts.named_parameters():
-            for into, made in zip(packed.pair(name), pack_mxfp4(w, scale_rule), strict=True):
+            for into, made in zip(packed.pair(name), pack_mxfp4(w, rule), strict=True):
                 into.copy_(made)
         layer.experts = packed.train(layer.training)
 
@@ -133,7 +148,7 @@ def pack_experts(model: nn.Module, scale_rule: str = "floor") -> None:
 def unpack_experts(model: nn.Module) -> None:
     """Turn packed experts into weights that can be trained, of the same values, in the router's dtype. In place.
 
-    model: one with its K3Config as `model.config`.
+    model: one with its K3Config as `model.config`. If it rounds the inputs of its experts, it rounds weights too from now on.
     """
     for layer in _layers(model, PackedExperts):
         weight = layer.gate.weight
@@ -141,6 +156,7 @@ def unpack_experts(model: nn.Module) -> None:
             dense = Experts(model.config).to(weight.dtype)
         for name, w in dense.named_parameters():
             w.copy_(unpack_mxfp4(*layer.experts.pair(name), weight.dtype))
+        dense.rounding = layer.experts.input_rounding
         layer.experts = dense.train(layer.training)
 
 

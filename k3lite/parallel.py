@@ -243,8 +243,10 @@ class RankExperts(nn.Module):
     """The experts of one rank in the place of `moe.Experts`: [N,D] of its tokens -> [N,D], N as each rank likes."""
 
     def __init__(self, experts: Experts, ranks: Ranks) -> None:
-        """Keeps a copy of this rank's part: w1, w3 [E/R,I,D], w2 [E/R,D,I]."""
+        """Keeps a copy of this rank's part: w1, w3 [E/R,I,D], w2 [E/R,D,I]. Raises ValueError for experts that round."""
         super().__init__()
+        if experts.rounding is not None:
+            raise ValueError("rounding: experts on several ranks do not round; qat.set_rounding(model, False) first")
         self.count, self.ranks, self.act = len(experts.w1), ranks, experts.act
         home = ranks.experts(self.count)
         for name in ("w1", "w3", "w2"):

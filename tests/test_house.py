@@ -27,9 +27,11 @@ ORDER = [
     "mla",
     "moe",
     "packed",
+    "qat",
     "model",
     "checkpoint",
     "generate",
+    "optim",
     "train",
     "parallel",
     "tasks",
@@ -40,6 +42,7 @@ ORDER = [
     "bench_mx",
     "cli_options",
     "cli_train",
+    "cli_generate",
     "cli",
 ]
 
