@@ -1,5 +1,5 @@
-"""The command line: `k3lite needle`, `k3lite needle ask`, `k3lite train TASK`, `k3lite params`, `k3lite budget`,
-`k3lite verify`, `k3lite bench`."""
+"""The command line: `k3lite needle`, `k3lite needle ask`, `k3lite train TASK`, `k3lite generate`, `k3lite params`,
+`k3lite budget`, `k3lite verify`, `k3lite bench`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from k3lite import bench, cli_paper, cli_train, cli_verify, parallel
+from k3lite import bench, cli_generate, cli_paper, cli_train, cli_verify, parallel
 from k3lite.checkpoint import load_model
 from k3lite.cli_options import list_of, threads
 from k3lite.tasks import needle_job
@@ -148,6 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     cli_train.add(commands)
     cli_verify.add(commands)
     cli_paper.add(commands)
+    cli_generate.add(commands)
 
     speed = commands.add_parser("bench", help="measure speed as a ratio within one run")
     speed.add_argument("name", choices=sorted(bench.BENCHES))

@@ -10,7 +10,7 @@ import torch
 
 from k3lite import parallel
 from k3lite.cli_options import each_of, list_of, threads
-from k3lite.tasks import balance_job, depth_job, ep_job, mqar_job, qat_job, recall_job, recall_report
+from k3lite.tasks import balance_job, depth_job, ep_job, lm, lm_job, mqar_job, qat_job, recall_job, recall_report
 from k3lite.tasks.balance_task import Method
 from k3lite.tasks.depth import parse_size
 from k3lite.tasks.siblings import VARIANTS
@@ -29,6 +29,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     _balance_options(tasks.add_parser("balance", help="balance of experts: what each rule does to loads and loss"))
     _depth_options(tasks.add_parser("depth", help="attention over depth: plain sum, Full AttnRes, blocks"))
     _qat_options(tasks.add_parser("qat", help="rounding after training against training with rounding"))
+    _lm_options(tasks.add_parser("lm", help="the whole small model: prose, then recall with rounding; ablations"))
     _ep_options(tasks.add_parser("ep", help="experts on several ranks, started by torchrun: as on one?"))
 
 
@@ -117,6 +118,23 @@ def _qat_options(qat: argparse.ArgumentParser) -> None:
     threads(qat)
 
 
+def _lm_options(parser: argparse.ArgumentParser) -> None:
+    presets = ", ".join(f"{name}: {p.text} + {p.recall} steps" for name, p in lm.PRESETS.items())
+    parser.add_argument("--preset", choices=lm.PRESETS, default="short", help=f"{presets} (default %(default)s)")
+    parser.add_argument("--steps", type=list_of(int), help="steps of both stages instead of a preset's, like 60,60")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ablate", choices=lm.ABLATIONS, help="change one thing of the model")
+    parser.add_argument(
+        "--table", type=list_of(int), metavar="SEEDS", help="train the whole model and all ablations alike, like 0,1"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder of model and results (default: out/lm, out/lm-ABLATION or out/lm-table)"
+    )
+    parser.add_argument("--restart", action="store_true", help="forget the model, and checkpoints, in the folder")
+    parser.set_defaults(run=_train_lm)
+    threads(parser)
+
+
 def _ep_options(ep: argparse.ArgumentParser) -> None:
     default = ep_job.Job(out=Path("out/ep"))
     ep.add_argument("--ranks", type=int, help="how many torchrun must have started (default: any number)")
@@ -202,6 +220,38 @@ def _train_qat(args: argparse.Namespace) -> int:
     _begin(job, args.restart)
     print(qat_job.text_table(qat_job.run(job)))
     print(f"\nwritten: {args.out / qat_job.RESULT}, and the models beside it")
+
+
+def _train_lm(args: argparse.Namespace) -> int:
+    preset = lm.PRESETS[args.preset]
+    if args.steps is not None:
+        if len(args.steps) != 2:
+            raise ValueError(f"steps: got {','.join(map(str, args.steps))}, wanted two numbers, like 60,60")
+        preset = lm.Preset(*args.steps)
+    if args.table is not None:
+        return _train_lm_table(args, preset)
+    out = args.out or Path(f"out/lm-{args.ablate}" if args.ablate else "out/lm")
+    job = lm_job.Job(out, preset, args.seed, args.ablate)
+    job.check()
+    if args.restart:
+        job.restart()
+    finished = (job.model_folder / CARD).exists()
+    print(
+        f"{job.model_folder} is trained already (--restart trains anew)"
+        if finished
+        else f"training for {preset.text} + {preset.recall} steps on {torch.get_num_threads()} CPU thread(s)",
+        flush=True,
+    )
+    print(lm_job.text_card(lm_job.run(job)))
+    print(f"\nwritten: {job.model_folder}, and {out / lm_job.HISTORY}")
+    return 0
+
+
+def _train_lm_table(args: argparse.Namespace, preset: lm.Preset) -> int:
+    out = args.out or Path("out/lm-table")
+    preset = preset if args.steps is not None else lm_job.ABLATION_PRESET
+    print(lm_job.text_table(lm_job.run_ablations(out, (None, *lm.ABLATIONS), args.table, preset)))
+    print(f"\nwritten: {out / lm_job.TABLE}, and the models beside it")
     return 0
 
 

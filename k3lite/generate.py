@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from k3lite.budget import CacheBytes
 from k3lite.cache import K3Cache
 from k3lite.model import K3ForCausalLM
 
@@ -76,6 +77,15 @@ def generate(model: K3ForCausalLM, ids: Tensor, max_new_tokens: int, **options) 
     """The streamed tokens of `stream` together: [B, up to max_new_tokens]."""
     tokens = list(stream(model, ids, max_new_tokens, **options))
     return torch.stack(tokens, dim=1) if tokens else ids[:, :0]
+
+
+def metered(
+    model: K3ForCausalLM, ids: Tensor, max_new_tokens: int, *, cache: K3Cache | None = None, **options
+) -> Iterator[tuple[Tensor, CacheBytes]]:
+    """`stream` with a meter: each token [B], and the bytes of the cache that it was made from, by kind."""
+    cache = model.new_cache(ids.shape[0]) if cache is None else cache
+    for token in stream(model, ids, max_new_tokens, cache=cache, **options):
+        yield token, cache.bytes()
 
 
 def pick(

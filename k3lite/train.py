@@ -1,4 +1,4 @@
-"""Training that can be stopped: AdamW, warm-up and cosine, a checkpoint every few steps.
+"""Training that can be stopped: AdamW or Muon, warm-up and cosine, a checkpoint every few steps.
 
 A step's batch depends on its number alone, so a run that was killed goes on from its last checkpoint and ends
 with the same weights, bit for bit, as one that was not.
@@ -23,9 +23,11 @@ from tqdm.auto import tqdm
 
 from k3lite.checkpoint import CheckpointError, open_safetensors, write_atomically
 from k3lite.model import K3ForCausalLM
+from k3lite.optim import MuonAdamW
 from k3lite.qat import rounding_of
 
 STATE = "train_state.safetensors"
+MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")  # of AdamW the first three, of Muon the last
 BatchAt = Callable[[int], tuple[Tensor, Tensor]]  # step -> input_ids [B,T], labels [B,T]
 
 
@@ -54,6 +56,13 @@ class Recipe:
         """Linear warm-up, then cosine from lr to final_lr * lr."""
         cosine = 0.5 * (1 + math.cos(math.pi * step / self.steps))
         return self.lr * min(1.0, (step + 1) / self.warmup) * (self.final_lr + (1 - self.final_lr) * cosine)
+
+
+@dataclass(frozen=True)
+class MuonRecipe(Recipe):
+    """A recipe with Muon for matrices and AdamW for the rest (`optim.MuonAdamW`). weight_decay: of Muon's matrices only."""
+
+    momentum: float = 0.95
 
 
 class OneRank:
@@ -111,8 +120,11 @@ class Stopped(Exception):
         self.step = step
 
 
-def make_optimizer(model: K3ForCausalLM, recipe: Recipe) -> torch.optim.AdamW:
+def make_optimizer(model: K3ForCausalLM, recipe: Recipe) -> torch.optim.AdamW | MuonAdamW:
     """Weight decay on matrices; none on norms, gates (A_log, dt_bias) and convolutions (k3-architecture §2.3)."""
+    if isinstance(recipe, MuonRecipe):
+        betas = (recipe.beta1, recipe.beta2)
+        return MuonAdamW(model, recipe.lr, recipe.weight_decay, betas, recipe.momentum)
     decay, plain = [], []
     for name, p in model.named_parameters():
         if p.requires_grad:
@@ -139,6 +151,10 @@ def train(
     ranks: who shares the work. Each calls this alike, with the batches of all; a checkpoint fits any number of them.
     Raises CheckpointError if the folder holds a checkpoint of something else, or a damaged one.
     """
+    if isinstance(recipe, MuonRecipe) and ranks is not ONE_RANK:
+        raise ValueError(
+            "recipe: got Muon on several ranks, wanted AdamW: a rank's views of experts are not shared out"
+        )
     optimizer = make_optimizer(model, recipe)
     with ranks.agreed():
         losses = _resume(folder / STATE, model, optimizer, recipe, ranks) if folder else []
@@ -165,7 +181,7 @@ def train(
 
 def _step(
     model: K3ForCausalLM,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.AdamW | MuonAdamW,
     batch: tuple[Tensor, Tensor],
     recipe: Recipe,
     step: int,
@@ -213,13 +229,13 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
 
 def _identity(model: K3ForCausalLM, recipe: Recipe) -> str:
     identity = {"config": model.config.to_dict(), "recipe": dataclasses.asdict(recipe)}
-    if rounding := rounding_of(model):
+    if rounding := rounding_of(model):  # a stage with rounding is not the same as one without
         identity["rounding"] = rounding
     return json.dumps(identity, sort_keys=True)
 
 
 def _tensors(model: K3ForCausalLM, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """What a checkpoint holds, weights and both moments of AdamW: name, live tensor, the parameter it belongs to."""
+    """What a checkpoint holds, weights and the moments of the optimizer: name, live tensor, the parameter it belongs to."""
     for name, p in model.state_dict(keep_vars=True).items():
         yield f"model.{name}", p, p
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -231,7 +247,7 @@ def _tensors(model: K3ForCausalLM, optimizer: torch.optim.Optimizer) -> Iterator
 def _save(
     path: Path,
     model: K3ForCausalLM,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.AdamW | MuonAdamW,
     recipe: Recipe,
     losses: list[float],
     ranks: OneRank,
@@ -246,7 +262,7 @@ def _save(
 
 
 def _resume(
-    path: Path, model: K3ForCausalLM, optimizer: torch.optim.Optimizer, recipe: Recipe, ranks: OneRank
+    path: Path, model: K3ForCausalLM, optimizer: torch.optim.AdamW | MuonAdamW, recipe: Recipe, ranks: OneRank
 ) -> list[float]:
     """Load the checkpoint at `path`, if there is one, and return its losses; an empty list starts anew."""
     if not path.exists():
@@ -256,11 +272,10 @@ def _resume(
             raise CheckpointError(f"{path}: belongs to another recipe, seed or model; choose another folder or restart")
         saved = {name: f.get_tensor(name) for name in f.keys()}
     losses = saved.pop("losses").tolist()
-    # AdamW makes a parameter's moments when it first meets a gradient; make the same ones now, to be filled.
+    # An optimizer makes a parameter's moments when it first meets a gradient; make the same ones now, to be filled.
     for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        if f"optimizer.{i}.step" in saved:
-            moments = {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[p] = {"step": torch.zeros(()), **moments}
+        if keys := [key for key in MOMENTS if f"optimizer.{i}.{key}" in saved]:
+            optimizer.state[p] = {key: torch.zeros(()) if key == "step" else torch.zeros_like(p) for key in keys}
     live = {name: (value, owner) for name, value, owner in _tensors(model, optimizer)}
     if live.keys() != saved.keys():
         raise CheckpointError(f"{path}: does not hold the tensors of this training; restart")

@@ -34,9 +34,11 @@ ORDER = [
     "mla",
     "moe",
     "packed",
+    "qat",
     "model",
     "checkpoint",
     "generate",
+    "optim",
     "train",
     "parallel",
     "tasks",
@@ -51,6 +53,7 @@ ORDER = [
     "cli_train",
     "cli_verify",
     "cli_paper",
+    "cli_generate",
     "cli",
 ]
 

@@ -63,7 +63,7 @@ def train_or_load(
     started = time.perf_counter()
     losses = train(model, batches(), recipe, folder=folder, progress=progress)
     save_model(model, target)
-    _write_card(target, about, recipe, facts, losses, None if resumed else time.perf_counter() - started)
+    write_card(target, about, recipe, facts, losses, None if resumed else time.perf_counter() - started)
     (folder / STATE).unlink(missing_ok=True)  # finished: the optimizer's moments are of no more use
     return model
 
@@ -134,7 +134,7 @@ def _task(about: str) -> str:
     return about.split(":")[0]
 
 
-def _write_card(
+def write_card(
     folder: Path, about: str, recipe: Recipe, facts: dict[str, Any], losses: list[float], seconds: float | None
 ) -> None:
     """What made the weights in `folder`, so that anybody can make them again and see that they are the same.
