@@ -149,7 +149,7 @@ def test_rounding_begins_with_the_second_stage(job, monkeypatch):
     seen = []
 
     def noted(model, *args, **options):
-        seen.append(set(rounding_of(model)))
+        seen.append({rounding_of(model)})
         return train(model, *args, **options)
 
     monkeypatch.setattr(lm_job, "train", noted)
