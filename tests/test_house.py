@@ -38,6 +38,7 @@ ORDER = [
     "bench_decode",
     "bench_moe",
     "bench_mx",
+    "bench_generate",
     "cli_options",
     "cli_train",
     "cli",
