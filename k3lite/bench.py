@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from k3lite.checkpoint import write_text
 
 K = TypeVar("K")
-BENCHES = ("kda", "decode", "moe", "mx")
+BENCHES = ("kda", "decode", "moe", "mx", "generate")
 PATIENCE = 8.0  # seconds after which a slow case is not repeated
 
 

@@ -33,6 +33,12 @@ class KdaState:
         rows = list(rows)
         return KdaState(self.S[rows], tuple(w[rows] for w in self.conv))
 
+    @classmethod
+    def joined(cls, states: Sequence[KdaState]) -> KdaState:
+        """All of these sequences in one batch, as copies."""
+        conv = zip(*(x.conv for x in states), strict=True)
+        return cls(torch.cat([x.S for x in states]), tuple(torch.cat(windows) for windows in conv))
+
 
 @dataclass
 class LatentCache:
@@ -163,6 +169,51 @@ class K3Cache:
         """
         states = [x.select(rows) if isinstance(x, KdaState) else None for x in self.layers]
         return self._of(states, self.pages.select(rows), None if self.mask is None else self.mask[list(rows)])
+
+    def fork(self, times: int) -> K3Cache:
+        """A batch in which each of these sequences comes `times` times, side by side, to go on in different ways.
+
+        What was read once is not read again: full pages stay shared by all, the page that is begun is copied by whoever
+        writes to it, the states are copied now. This cache stays as it is. Raises ValueError for less than once.
+        """
+        if times < 1:
+            raise ValueError(f"times: got {times}, wanted 1 or more")
+        return self.select([row for row in range(self.batch) for _ in range(times)])
+
+    def pause(self, tokens: int) -> None:
+        """Go on by `tokens` tokens of padding without a forward pass: slots of zeros that nobody looks at.
+
+        States and windows stay, so the next token follows the last real one. Raises PoolFull, and changes nothing,
+        where pages run out, and ValueError for less than 0.
+        """
+        if tokens < 0:
+            raise ValueError(f"tokens: got {tokens}, wanted 0 or more")
+        if tokens == 0:
+            return
+        pool = self.pages.pool
+        self.extend(tokens, ~self._all_real(tokens))
+        for layer in range(pool.layers):
+            self.pages.write(layer, torch.zeros(self.batch, tokens, pool.width, dtype=pool.dtype, device=pool.device))
+
+    @classmethod
+    def joined(cls, caches: Sequence[K3Cache]) -> K3Cache:
+        """One batch of the sequences of all these caches, which have seen equally many tokens (see `pause`).
+
+        They stay as they are and share their pages with it. Raises ValueError for none, for caches of different pools
+        (take `fork` or `another` of one), for different lengths.
+        """
+        if not caches:
+            raise ValueError("caches: got none, wanted at least one")
+        if any(c.pages.pool is not caches[0].pages.pool for c in caches):
+            raise ValueError("caches: got caches with different pages, wanted forks of one, or another() beside one")
+        lengths = sorted({c.seen for c in caches})
+        if len(lengths) > 1:
+            raise ValueError(f"caches: got {lengths} tokens, wanted equally many; the shorter can pause()")
+        layers = zip(*(c.layers for c in caches), strict=True)
+        states = [KdaState.joined(same) if isinstance(same[0], KdaState) else None for same in layers]
+        masks = [c._all_real(c.seen) if c.mask is None else c.mask for c in caches]
+        mask = None if all(c.mask is None for c in caches) else torch.cat(masks)
+        return cls._of(states, PageTable.joined([c.pages for c in caches]), mask)
 
     def another(self, batch: int = 1) -> K3Cache:
         """An empty cache for other sequences of the same model, in the same pool of pages."""

@@ -234,8 +234,10 @@ class K3ForCausalLM(nn.Module):
             return None
         mask = attention_mask.bool()
         if cache is not None:
-            past = torch.ones_like(mask[:, :1]) if cache.mask is None else cache.mask[:, -1:]
-            after = torch.cat([past if cache.seen else mask[:, :1], mask], dim=1)
+            begun = (
+                torch.full_like(mask[:, :1], cache.seen > 0) if cache.mask is None else cache.mask.any(1, keepdim=True)
+            )
+            after = torch.cat([begun, mask], dim=1)
             if bool((after[:, :-1] & ~after[:, 1:]).any()):
                 raise ValueError("attention_mask: with a cache, padding may only come before a sequence's first token")
         return None if bool(mask.all()) else mask

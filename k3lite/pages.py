@@ -211,6 +211,14 @@ class PageTable:
         self.pool.hold(other.table.flatten().tolist())
         return other
 
+    @classmethod
+    def joined(cls, tables: Sequence[PageTable]) -> PageTable:
+        """A table of all these sequences, holding the same pages; they are of one pool and have equally many tokens."""
+        other = cls(tables[0].pool, 0)
+        other.table, other.tokens = torch.cat([t.table for t in tables]), tables[0].tokens
+        other.pool.hold(other.table.flatten().tolist())
+        return other
+
     def adopt(self, other: PageTable) -> None:
         """Hold what `other` holds, and nothing else any more."""
         self.pool.hold(other.table.flatten().tolist())

@@ -188,6 +188,82 @@ def test_a_batch_with_different_prefixes_shared(kind):
     assert len(set(table[:, 2].tolist())) == 3
 
 
+@kinds
+@pytest.mark.parametrize("at", [0, 7, 8, 21], ids=lambda n: f"after{n}")
+def test_a_fork_goes_on_in_every_branch_and_the_cache_stays(kind, at):
+    model, ids, more = model_of(kind), tokens(2, 21)[:, :at], tokens(6, 12, seed=1)
+    cache = model.new_cache(2, page_size=8)
+    if at:
+        feed(model, ids, cache)
+    kept = list(contents(cache))
+    branches = cache.fork(3)
+    got = feed(model, more, branches)
+    want = feed(model, torch.cat([ids.repeat_interleave(3, 0), more], 1), None)[:, at:]
+    assert_close("branches", got, want, 1e-10)
+    assert same(contents(cache), kept)
+    assert branches.pages.held() == 2 * (at // 8) + 6 * (-(-(at + 12) // 8) - at // 8)
+
+
+@kinds
+@pytest.mark.parametrize("page_size", [1, 8])
+def test_caches_of_different_lengths_join_and_go_on(kind, page_size):
+    """The shorter ones pause: as padding does at the left, but behind what they have read, and for no forward pass."""
+    model, lengths, more = model_of(kind), (2, 17, 8), tokens(4, 10, seed=1)
+    root = model.new_cache(page_size=page_size)
+    texts = [tokens(1, n, seed=n) for n in lengths]
+    caches = [root.another() for _ in texts]
+    for text, cache in zip(texts, caches, strict=True):
+        feed(model, text, cache)
+        cache.pause(17 - cache.seen)
+    batch = K3Cache.joined([caches[0], caches[1], caches[2].copy(), caches[0]])
+    assert batch.batch == 4 and batch.mask.sum(1).tolist() == [2, 17, 8, 2]
+    kept = [list(contents(c)) for c in caches]
+    got = torch.cat(
+        [feed(model, more[:, :4], batch), *(feed(model, more[:, t : t + 1], batch) for t in range(4, 10))], 1
+    )
+    for i, row in enumerate((0, 1, 2, 0)):
+        whole = torch.cat([texts[row], more[i : i + 1]], 1)
+        assert_close(f"sequence {i}", got[i : i + 1], feed(model, whole, None)[:, lengths[row] :], 1e-10)
+    assert all(same(contents(c), before) for c, before in zip(caches, kept, strict=True))
+
+
+def test_joined_caches_without_padding_have_no_mask():
+    model = model_of()
+    root = model.new_cache()
+    pair = [root.another(), root.another(2)]
+    for cache in pair:
+        feed(model, tokens(cache.batch, 5), cache)
+        cache.pause(0)
+    assert K3Cache.joined(pair).mask is None and K3Cache.joined(pair).batch == 3
+
+
+def test_what_cannot_be_forked_paused_or_joined():
+    model = model_of()
+    a, b = model.new_cache(), model.new_cache()
+    for call, message in (
+        (lambda: a.fork(0), "times: got 0, wanted 1 or more"),
+        (lambda: a.pause(-1), "tokens: got -1, wanted 0 or more"),
+        (lambda: K3Cache.joined([]), "caches: got none"),
+        (lambda: K3Cache.joined([a, b]), "caches: got caches with different pages"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    c = a.another()
+    feed(model, tokens(1, 3), c)
+    with pytest.raises(ValueError, match=r"caches: got \[0, 3\] tokens, wanted equally many"):
+        K3Cache.joined([a, c])
+
+
+def test_a_pause_that_finds_no_page_changes_nothing():
+    model = model_of()
+    cache = model.new_cache(pages=1, page_size=8)
+    feed(model, tokens(1, 5), cache)
+    before = list(contents(cache))
+    with pytest.raises(PoolFull):
+        cache.pause(4)
+    assert same(contents(cache), before) and cache.mask is None
+
+
 def test_pages_return_when_a_cache_is_freed_or_forgotten():
     model = model_of()
     cache = model.new_cache(1, pages=4, page_size=8)

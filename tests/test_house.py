@@ -49,6 +49,7 @@ ORDER = [
     "bench_mx",
     "recompute",
     "claims",
+    "bench_generate",
     "cli_options",
     "cli_train",
     "cli_verify",

@@ -527,3 +527,13 @@ def test_padding_after_a_text_has_begun():
         with pytest.raises(ValueError, match="attention_mask: with a cache, padding may only come before"):
             model(tokens(1, 4), cache=cache, attention_mask=torch.tensor(mask))
         assert cache.seen == before
+
+
+def test_padding_after_a_pause():
+    """Only `K3Cache.pause` leaves the convolution's window where it is; padding that is passed in would push it out."""
+    model = K3ForCausalLM(tiny("k3"))
+    cache = model.new_cache(1)
+    model(tokens(1, 3), cache=cache)
+    cache.pause(2)
+    with pytest.raises(ValueError, match="attention_mask: with a cache, padding may only come before"):
+        model(tokens(1, 2), cache=cache, attention_mask=torch.tensor([[0, 1]]))
