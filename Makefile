@@ -14,7 +14,7 @@ help:
 	@echo "make needle     train a small K3 and measure where it finds hidden facts (about 3 minutes on two cores)"
 	@echo "make ep         train a small MoE model on two ranks and on one, and compare the losses (about 2 minutes)"
 	@echo "make test       unit and oracle tests, every notebook under nbval, browser tests"
-	@echo "make bench      speed of the fast forms beside the plain ones and others (KDA; BENCH=decode, BENCH=moe)"
+	@echo "make bench      speed of the fast forms beside the plain ones and others (KDA; BENCH=decode, moe, mx or generate)"
 	@echo "make notebooks  run every notebook and keep its outputs"
 	@echo "make clean      remove .venv"
 
