@@ -220,6 +220,7 @@ def _train_qat(args: argparse.Namespace) -> int:
     _begin(job, args.restart)
     print(qat_job.text_table(qat_job.run(job)))
     print(f"\nwritten: {args.out / qat_job.RESULT}, and the models beside it")
+    return 0
 
 
 def _train_lm(args: argparse.Namespace) -> int:
