@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -163,10 +165,7 @@ def _train_mqar(args: argparse.Namespace) -> int:
         pairs=args.pairs,
         rows=args.rows,
     )
-    _begin(job, args.restart)
-    print(mqar_job.text_table(mqar_job.run(job)))
-    print(f"\nwritten: {args.out / mqar_job.RESULT}, and the models beside it")
-    return 0
+    return _train_models(args, job, mqar_job, mqar_job.text_table)
 
 
 def _train_recall(args: argparse.Namespace) -> int:
@@ -181,10 +180,7 @@ def _train_recall(args: argparse.Namespace) -> int:
         facts=args.facts,
         questions=args.questions,
     )
-    _begin(job, args.restart)
-    print(recall_report.text_table(recall_job.run(job)))
-    print(f"\nwritten: {args.out / recall_job.RESULT}, and the models beside it")
-    return 0
+    return _train_models(args, job, recall_job, recall_report.text_table)
 
 
 def _train_balance(args: argparse.Namespace) -> int:
@@ -209,18 +205,12 @@ def _train_depth(args: argparse.Namespace) -> int:
         sizes=args.sizes,
         seeds=args.seeds,
     )
-    _begin(job, args.restart)
-    print(depth_job.text_table(depth_job.run(job)))
-    print(f"\nwritten: {args.out / depth_job.RESULT}, and the models beside it")
-    return 0
+    return _train_models(args, job, depth_job, depth_job.text_table)
 
 
 def _train_qat(args: argparse.Namespace) -> int:
     job = qat_job.Job(args.out, dataclasses.replace(qat_job.RECIPE, steps=args.steps), seeds=args.seeds)
-    _begin(job, args.restart)
-    print(qat_job.text_table(qat_job.run(job)))
-    print(f"\nwritten: {args.out / qat_job.RESULT}, and the models beside it")
-    return 0
+    return _train_models(args, job, qat_job, qat_job.text_table)
 
 
 def _train_lm(args: argparse.Namespace) -> int:
@@ -277,6 +267,14 @@ def _train_ep(args: argparse.Namespace) -> int:
     print(ep_job.text_table(result))
     print(f"\nwritten: {args.out / ep_job.RESULT}, and the whole model in {args.out / 'model'}")
     return 0 if result["equal"] else 1
+
+
+def _train_models(args: argparse.Namespace, job, task: ModuleType, text_table: Callable[[dict], str]) -> int:
+    """Run a job of several models, as `run` and RESULT of its module have it."""
+    _begin(job, args.restart)
+    print(text_table(task.run(job)))
+    print(f"\nwritten: {args.out / task.RESULT}, and the models beside it")
+    return 0
 
 
 def _begin(job: mqar_job.Job | recall_job.Job | depth_job.Job | qat_job.Job, restart: bool) -> None:

@@ -27,6 +27,7 @@ from k3lite.tasks.balance_task import (
     thinned,
     train_layer,
 )
+from k3lite.tasks.trained import from_lowest
 
 TASK = "balance-1"
 RESULT = "balance.json"
@@ -138,19 +139,14 @@ def text_table(result: dict[str, Any], data: str) -> str:
     for method in methods:
         runs = pick(result, data, method)
         cells = [
-            _range([max(r["loads"]) for r in runs], 2),
-            _range([r["held_out"]["busiest"] for r in runs], 2),
-            _range([r["dead"] for r in runs], 0),
+            from_lowest([max(r["loads"]) for r in runs], 2),
+            from_lowest([r["held_out"]["busiest"] for r in runs], 2),
+            from_lowest([r["dead"] for r in runs], 0),
             _steps([steps_to_balance(r) for r in runs]),
-            _range([r["loss"] for r in runs], 3),
+            from_lowest([r["loss"] for r in runs], 3),
         ]
         lines.append(f"{method:14}" + "".join(f"{c:>{w}}" for c, w in zip(cells, (16, 14, 12, 15, 17), strict=True)))
     return "\n".join(lines)
-
-
-def _range(values: list[float], digits: int) -> str:
-    low, high = (f"{f(values):.{digits}f}" for f in (min, max))
-    return low if low == high else f"{low} - {high}"
 
 
 def _steps(values: list[int | None]) -> str:
@@ -158,4 +154,4 @@ def _steps(values: list[int | None]) -> str:
     there = [v for v in values if v is not None]
     if not there:
         return "never"
-    return _range(there, 0) + (f" ({len(values) - len(there)} never)" if len(there) < len(values) else "")
+    return from_lowest(there, 0) + (f" ({len(values) - len(there)} never)" if len(there) < len(values) else "")

@@ -20,7 +20,7 @@ from k3lite.qat import set_rounding
 from k3lite.tasks.lm import PRESETS, STAGES, Preset, ablated_config, batches, lm_model, stage_recipe
 from k3lite.tasks.lm_watch import Monitor, held_out, needle_recall, rounded, validation
 from k3lite.tasks.needle_job import TRAINING_LENGTH
-from k3lite.tasks.trained import CARD, read_card, run_models, write_card
+from k3lite.tasks.trained import CARD, from_lowest, read_card, run_models, write_card
 from k3lite.train import STATE, MuonRecipe, train
 
 TASK = "lm"
@@ -184,8 +184,8 @@ def text_table(result: dict[str, Any]) -> str:
     ]
     for name in dict.fromkeys(m["ablation"] for m in result["models"]):
         models = [m for m in result["models"] if m["ablation"] == name]
-        cells = [_range([m["nats_per_byte"] for m in models], 3)]
-        cells += [_range([100 * m["recall"][n] for m in models], 0) for n in ("128", "256")]
+        cells = [from_lowest([m["nats_per_byte"] for m in models], 3)]
+        cells += [from_lowest([100 * m["recall"][n] for m in models], 0) for n in ("128", "256")]
         lines.append(f"{name:16}{len(models):>6}{cells[0]:>18}{cells[1]:>18}{cells[2]:>12}")
     return "\n".join(lines)
 
@@ -200,8 +200,3 @@ def text_card(card: dict[str, Any]) -> str:
         f"recall of one needle, {m['recall_documents']} documents each: {cells} bytes "
         f"(trained on up to {card['training_length']})"
     )
-
-
-def _range(values: list[float], digits: int) -> str:
-    low, high = (f"{f(values):.{digits}f}" for f in (min, max))
-    return low if low == high else f"{low} - {high}"
