@@ -41,7 +41,8 @@ def choose(scores: Tensor, bias: Tensor, k: int) -> Tensor:
     values, ids = biased.topk(min(k + 1, biased.shape[-1]), dim=-1)
     # topk is many times faster than a sort and promises no order on ties: sort the few rows that have one.
     tied = (values[:, 1:] == values[:, :-1]).any(-1)
-    ids[tied] = biased[tied].sort(dim=-1, descending=True, stable=True).indices[:, : ids.shape[1]]
+    if tied.any():
+        ids[tied] = biased[tied].sort(dim=-1, descending=True, stable=True).indices[:, : ids.shape[1]]
     return ids[:, :k]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -36,10 +37,20 @@ def grouped_experts(
     Products run in z's dtype, the weighted sum in fp32 (k3-architecture §2.4).
     Time and bytes follow the experts that somebody chose, not E; only the gradients of w1, w3, w2 are as large as they.
     """
+    if len(z) == 1 and not torch.is_grad_enabled():
+        return _one_token(z, experts, weights, w1, w3, w2, act)
     groups, order = _grouped(experts)
     x = z[order // experts.shape[1]]
     hidden = act(GroupedProduct.apply(x, w1, groups), GroupedProduct.apply(x, w3, groups))
     return _weighted(GroupedProduct.apply(hidden, w2, groups), order, weights).to(z.dtype)
+
+
+def _one_token(z, experts, weights, w1, w3, w2, act) -> Tensor:
+    """`grouped_experts` where there is nothing to group, as while decoding: sorting would take as long as the products."""
+    chosen = experts[0].tolist()
+    gate, up = (torch.cat([F.linear(z, w[e]) for e in chosen]) for w in (w1, w3))
+    out = torch.cat([F.linear(x, w2[e]) for e, x in zip(chosen, act(gate, up).split(1), strict=True)])
+    return (weights.unsqueeze(-1) * upcast(out)).sum(1).to(z.dtype)
 
 
 def by_expert(z: Tensor, experts: Tensor, weights: Tensor, run: Callable[[int, Tensor], Tensor]) -> Tensor:

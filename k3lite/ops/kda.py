@@ -25,6 +25,7 @@ Sources: Kimi K3 report §2.1.1 Eq. 1 and 4; Kimi Linear paper Eq. 6-9; k3-archi
 
 from __future__ import annotations
 
+import math
 from importlib.util import find_spec
 from typing import Literal, get_args
 
@@ -285,7 +286,7 @@ def _check(q, k, v, g, beta, initial_state, cu_seqlens, chunk_size, backend) -> 
 def _check_values(given: dict[str, Tensor]) -> None:
     """Raise ValueError for NaN, infinity, or a decay that grows. One pass over each tensor while all is well."""
     for name, x in given.items():
-        if not torch.isfinite(x.sum(dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)):
+        if not math.isfinite(x.sum(dtype=torch.float64 if x.dtype == torch.float64 else torch.float32).item()):
             bad = torch.nonzero(~torch.isfinite(x))
             if len(bad):  # else finite values so large that only their sum is not
                 at = bad[0].tolist()

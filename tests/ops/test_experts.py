@@ -34,6 +34,25 @@ def test_grouped_equals_naive(N, E, k, act):
         assert_close(name, got, want, 1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@dims("E k", (1, 1), (5, 1), (5, 5), (16, 4))
+def test_a_token_alone_is_what_it_is_in_a_group(E, k, dtype):
+    """Without gradients one token takes a way of its own."""
+    z, w1, w3, w2 = (
+        randn(*s, seed=i).to(dtype) for i, s in enumerate([(1, 24), (E, 10, 24), (E, 10, 24), (E, 24, 10)])
+    )
+    experts, weights = (
+        torch.rand(1, E, generator=torch.Generator().manual_seed(5)).argsort()[:, :k],
+        randn(1, k, seed=6).float(),
+    )
+    grouped = grouped_experts(z, experts, weights, w1, w3, w2, situ_glu)
+    with torch.no_grad():
+        alone = grouped_experts(z, experts, weights, w1, w3, w2, situ_glu)
+    assert alone.dtype == dtype and alone.shape == (1, 24)
+    # another order of the same sums at most
+    assert_close("out", alone, grouped, {torch.bfloat16: 1e-2, torch.float32: 1e-6, torch.float64: 1e-14}[dtype])
+
+
 def test_an_expert_without_tokens_gets_a_zero_gradient():
     leaves = [randn(4, 3, 6).requires_grad_(), randn(4, 3, 6, seed=1).requires_grad_(), randn(4, 6, 3).requires_grad_()]
     experts = torch.tensor([[0, 2], [2, 0]])
