@@ -7,15 +7,19 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Also for the kernels of JupyterLab, which load torch before k3lite (see k3lite/__init__.py).
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: help lab needle ep test lint bench notebooks clean
+.PHONY: help lab book apps pictures mutants needle ep test lint bench notebooks clean
 
 help:
 	@echo "make lab        open JupyterLab on the first notebook"
+	@echo "make book       build the course as a static site in build/book, from the stored outputs"
+	@echo "make apps       serve the explorers alone, without JupyterLab (PORT=8866)"
 	@echo "make needle     train a small K3 and measure where it finds hidden facts (about 3 minutes on two cores)"
 	@echo "make ep         train a small MoE model on two ranks and on one, and compare the losses (about 2 minutes)"
 	@echo "make test       unit and oracle tests, every notebook under nbval, browser tests"
 	@echo "make bench      speed of the fast forms beside the plain ones and others (KDA; BENCH=decode, moe, mx or generate)"
 	@echo "make notebooks  run every notebook and keep its outputs"
+	@echo "make pictures   take the pictures of the explorers in docs/explorers, and of all pages in out/pages"
+	@echo "make mutants    break what each chapter teaches and see its notebook turn red (hours; CHAPTERS='05 06')"
 	@echo "make clean      remove .venv"
 
 # One stamp for each set of packages; a change of the pins installs again.
@@ -32,15 +36,32 @@ $(VENV)/.course: $(VENV)/.python pyproject.toml constraints.txt
 	@$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[course]'
 	@touch $@
 
+$(VENV)/.site: $(VENV)/.course
+	@echo "k3lite: installing what the site and the apps need"
+	@$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[course,site]'
+	@touch $@
+
 $(VENV)/.test: $(VENV)/.course tests/oracles/requirements.txt
 	@echo "k3lite: installing the test tools and the independent implementations that the tests compare with"
-	@$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[course,test]'
+	@$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[course,site,test]'
 	@$(BIN)/pip install --quiet --no-deps --requirement tests/oracles/requirements.txt
 	@touch $@
 
 lab: $(VENV)/.course
 	@echo "k3lite: opening JupyterLab on notebooks/00_start_here.ipynb (Ctrl-C ends it)"
 	@$(BIN)/jupyter lab notebooks/00_start_here.ipynb $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS)
+
+book: $(VENV)/.site
+	@$(BIN)/python -m book.build $(ARGS)
+
+apps: $(VENV)/.site
+	@$(BIN)/python -m book.apps $(if $(PORT),--port $(PORT)) $(ARGS)
+
+pictures: $(VENV)/.test
+	@$(BIN)/python tests/browser/pictures.py $(ARGS)
+
+mutants: $(VENV)/.test
+	@$(BIN)/python -m tests.mutants $(CHAPTERS)
 
 needle: $(VENV)/.course
 	@$(BIN)/k3lite needle $(ARGS)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from book.explorers import entries
 from k3lite import budget
 from k3lite.config import K3Config
 from k3lite.tasks import recall_report
@@ -35,6 +36,15 @@ def test_the_map_names_what_is_there():
 def test_every_chapter_is_linked():
     for notebook in (ROOT / "notebooks").glob("*.ipynb"):
         assert f"notebooks/{notebook.name}" in README
+
+
+@pytest.mark.parametrize("explorer", entries(), ids=lambda e: e.name)
+def test_every_explorer_is_in_the_gallery(explorer):
+    """`make pictures` takes the picture; it is small, and links to the first chapter that shows the explorer."""
+    assert explorer.chapter, f"no chapter shows {explorer.name}"
+    picture = f"docs/explorers/{explorer.name}.png"
+    assert f"({picture})](notebooks/{explorer.chapter})" in README and explorer.about in README
+    assert 1000 < (ROOT / picture).stat().st_size < 80_000
 
 
 def test_the_recall_table_is_what_was_measured():
