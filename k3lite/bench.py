@@ -65,11 +65,15 @@ def seconds(work: Callable[[], object], device: str = "cpu", repeats: int = 5) -
 
 
 def turns(works: Mapping[K, Callable[[], object]], rounds: int) -> dict[K, float]:
-    """Best seconds of each work. They take turns: when a shared machine slows down for a while, it slows down all."""
-    best = dict.fromkeys(works, float("inf"))
+    """Best seconds of each work. They take turns: when a shared machine slows down for a while, it slows down all.
+
+    Every other round goes backwards, so that no work always follows the one that empties the processor's caches.
+    """
+    best, order = dict.fromkeys(works, float("inf")), list(works)
     for _ in range(rounds):
-        for name, work in works.items():
-            best[name] = min(best[name], seconds(work, repeats=1))
+        for name in order:
+            best[name] = min(best[name], seconds(works[name], repeats=1))
+        order.reverse()
     return best
 
 
