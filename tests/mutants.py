@@ -134,10 +134,10 @@ def lay_out(folder: Path, root: Path = ROOT) -> None:
 
 
 def leave_out_source(path: Path) -> None:
-    """Mark the cells whose stored output is text of the package, so that nbval does not compare them."""
+    """Mark the cells whose stored output is source of the package, so that nbval does not compare them."""
     nb = nbformat.read(path, as_version=4)
     for cell in nb.cells:
-        if any("text/markdown" in out.get("data", {}) for out in cell.get("outputs", [])):
+        if any("```python" in out.get("data", {}).get("text/markdown", "") for out in cell.get("outputs", [])):
             cell.metadata["tags"] = [*cell.metadata.get("tags", []), "nbval-ignore-output"]
     nbformat.write(nb, path)
 

@@ -80,11 +80,12 @@ def test_a_run_that_fails_proves_nothing(course, monkeypatch, capsys):
 
 
 def test_source_on_show_is_not_compared(tmp_path):
-    shown = nbformat.v4.new_code_cell(
-        "source(f)", outputs=[nbformat.v4.new_output("execute_result", {"text/markdown": "x"})]
+    shown, table = (
+        nbformat.v4.new_code_cell("f()", outputs=[nbformat.v4.new_output("execute_result", {"text/markdown": text})])
+        for text in ("`ops.py`\n\n```python\nx = 1\n```", "| a table |")
     )
     plain = nbformat.v4.new_code_cell("f()", outputs=[nbformat.v4.new_output("execute_result", {"text/plain": "1"})])
     path = tmp_path / "a.ipynb"
-    nbformat.write(nbformat.v4.new_notebook(cells=[shown, plain]), path)
+    nbformat.write(nbformat.v4.new_notebook(cells=[shown, table, plain]), path)
     mutants.leave_out_source(path)
-    assert [c.metadata.get("tags", []) for c in nbformat.read(path, 4).cells] == [["nbval-ignore-output"], []]
+    assert [c.metadata.get("tags", []) for c in nbformat.read(path, 4).cells] == [["nbval-ignore-output"], [], []]
