@@ -104,6 +104,18 @@ MUTANTS = {
         '"n...,n...d->...d", (-scores).softmax(0), V',
         "depth_mix prefers what fits its query least",
     ),
+    "10": Mutant(
+        "k3lite/budget.py",
+        '    if not input_embedding:\n        del parts["embed_tokens"]\n',
+        "",
+        "active_parameters counts the input embedding, a look-up",
+    ),
+    "10b": Mutant(
+        "k3lite/claims.py",
+        "for name, value in self.conditions.items() if value is None]",
+        'for name, value in self.conditions.items() if not value or value.startswith("does not apply")]',
+        "a condition that does not apply counts as open",
+    ),
 }
 
 
