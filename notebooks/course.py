@@ -18,6 +18,7 @@ from widgets import common
 
 ROOT = Path(__file__).resolve().parents[1]
 CLOSE = 0.1  # a guess this near, relative to the result, counts as close
+FP32 = 1e-5  # relative: an answer that was computed in fp32 is right. Whole numbers (bytes, tokens) must be exact
 
 
 def compare(guess: float | None, result: float, unit: str = "", digits: int = 1) -> None:
@@ -62,16 +63,24 @@ def source(thing: Callable) -> Markdown:
     return Markdown(f"`{name}`\n\n```python\n{inspect.getsource(thing).rstrip()}\n```")
 
 
-def named_mistake(got: Any, right: Any, mistakes: Mapping[str, Any], within: float = 1e-6) -> str | None:
+def as_tensor(answer: Any) -> torch.Tensor:
+    """An answer in any form that holds its numbers, fp64: a tensor of any dtype, a number, or lists of either."""
+    if isinstance(answer, Sequence):
+        return torch.stack([as_tensor(part) for part in answer]) if answer else torch.zeros(0, dtype=torch.float64)
+    return torch.as_tensor(answer, dtype=torch.float64)
+
+
+def named_mistake(got: Any, right: Any, mistakes: Mapping[str, Any], within: float = 1e-5) -> str | None:
     """ "right", the name of the known mistake whose numbers `got` has, or what else it is; None for no answer.
 
-    For `check`, with answers that are tensors: have the function return this, and want "right".
+    For `check`, with answers that are tensors: have the function return this, and want "right". An answer in fp32 may
+    be right; within: the largest difference.
     """
     if got is None:
         return None
-    got = torch.as_tensor(got, dtype=torch.float64).flatten()
+    got = as_tensor(got).flatten()
     for name, numbers in {"right": right, **mistakes}.items():
-        wanted = torch.as_tensor(numbers, dtype=torch.float64).flatten()
+        wanted = as_tensor(numbers).flatten()
         if got.shape == wanted.shape and torch.allclose(got, wanted, rtol=0, atol=within):
             return name
     numbers = f": {[round(x, 4) for x in got.tolist()]}" if got.numel() <= 8 else ""
@@ -119,16 +128,14 @@ def _fault(got: Any, right: Any, hints: Mapping[float, str], otherwise: str) -> 
         return "nothing there yet. " + otherwise if otherwise else "nothing there yet."
     if isinstance(right, bool) or not isinstance(right, (int, float)):
         return "" if got == right else otherwise or f"got {got!r}."
+    if hasattr(got, "item") and getattr(got, "ndim", 1) == 0:
+        got = got.item()  # a tensor or array with one number
     if isinstance(got, bool) or not isinstance(got, (int, float)):
         return f"got {got!r}, wanted a number."
-    if _near(got, right):
+    if abs(got - right) <= (1e-6 if isinstance(right, int) else FP32 * abs(right)):
         return ""
     for factor, hint in hints.items():
-        if _near(got, right * factor):
+        if abs(got - right * factor) <= FP32 * abs(right * factor):
             return hint
     size = "too large" if got > right else "too small"
     return f"got {got:,}, which is {size}." + (f" {otherwise}" if otherwise else "")
-
-
-def _near(a: float, b: float) -> bool:
-    return abs(a - b) <= 1e-9 * max(abs(a), abs(b))

@@ -41,6 +41,9 @@ def test_check_passes_the_right_value_and_function(said):
     assert said(course.check, lambda n: 3 * n, {1: 3, 4096: 12288}) == "passed"
     assert said(course.check, True, True) == "passed"
     assert said(course.check, 0.1 + 0.2, 0.3) == "passed"
+    assert said(course.check, torch.tensor(1 / 3), 1 / 3) == "passed"  # fp32 is enough for what is not whole
+    assert said(course.check, torch.tensor(5653), 5653) == "passed"
+    assert said(course.check, 2_779_484_476_001, 2_779_484_476_000) != "passed"
 
 
 def times_two(tokens):
@@ -89,6 +92,8 @@ def test_a_known_mistake_is_named():
     assert course.named_mistake([1, 2.0005], [1, 2], known) == "something else, 2 number(s): [1.0, 2.0005]"
     assert course.named_mistake([[1, 2, 3]], [1, 2], known).startswith("something else, 3 number(s)")
     assert course.named_mistake([[1], [2]], [1, 2], known) == "right"  # the shape is not asked for
+    assert course.named_mistake([torch.tensor([1.0]), torch.tensor([2])], [1, 2], known) == "right"
+    assert course.named_mistake([], [1, 2], known) == "something else, 0 number(s): []"
 
 
 def test_bars_are_means_and_standard_deviations():
