@@ -104,6 +104,12 @@ MUTANTS = {
         '"n...,n...d->...d", (-scores).softmax(0), V',
         "depth_mix prefers what fits its query least",
     ),
+    "10a": Mutant(
+        "k3lite/mx.py",
+        "exponent = exponent - 1 - f.e_max",
+        "exponent = exponent - f.e_max",
+        "scale_bytes takes twice the scale",
+    ),
 }
 
 
