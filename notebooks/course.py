@@ -126,6 +126,8 @@ def _fault(got: Any, right: Any, hints: Mapping[float, str], otherwise: str) -> 
     """What is wrong with one answer, or an empty string."""
     if got is None or got is ...:
         return "nothing there yet. " + otherwise if otherwise else "nothing there yet."
+    if isinstance(right, str) and isinstance(got, str):  # a mistake that the check has named
+        return "" if got == right else f"{got}. {otherwise}".rstrip()
     if isinstance(right, bool) or not isinstance(right, (int, float)):
         return "" if got == right else otherwise or f"got {got!r}."
     if hasattr(got, "item") and getattr(got, "ndim", 1) == 0:

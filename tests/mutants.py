@@ -110,6 +110,12 @@ MUTANTS = {
         "",
         "active_parameters counts the input embedding, a look-up",
     ),
+    "10a": Mutant(
+        "k3lite/mx.py",
+        "exponent = exponent - 1 - f.e_max",
+        "exponent = exponent - f.e_max",
+        "scale_bytes takes twice the scale",
+    ),
     "10b": Mutant(
         "k3lite/claims.py",
         "for name, value in self.conditions.items() if value is None]",

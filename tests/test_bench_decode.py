@@ -67,7 +67,9 @@ def test_steps_grow_the_cache_and_take_turns(monkeypatch):
     monkeypatch.setattr(K3ForCausalLM, "forward", watched)
     steps, floors = bench_decode.measure((50, 90), 2, rounds=2)
     assert [seen for _, seen in ran] == [50, 51, 90, 91] * 3 + [92, 93, 52, 53] * 3  # one run is not counted
-    assert [kinds for kinds, _ in ran[12::4]] == [kinds for kinds, _ in ran[:12:4]][::-1]  # the second round goes backwards
+    assert [kinds for kinds, _ in ran[12::4]] == [kinds for kinds, _ in ran[:12:4]][
+        ::-1
+    ]  # the second round goes backwards
     assert len({kinds for kinds, _ in ran[:12]}) == 3
     assert {name: [s.tokens for s in of] for name, of in steps.items()} == dict.fromkeys(bench_decode.MODELS, [50, 90])
     assert floors.copy_bytes_s > 0 and floors.product_flop_s > 0
