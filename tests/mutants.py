@@ -45,9 +45,9 @@ MUTANTS = {
     ),
     "01": Mutant(
         "k3lite/tasks/needle.py",
-        "end = ids.shape[1] - i * step",
-        "end = ids.shape[1] - i * step - 1",
-        "make_batch asks for answers one byte too early",
+        "*[needles] * control]",
+        "*[0] * control]",
+        "make_batch's control asks for a fact that is there",
     ),
     "02": Mutant(
         "k3lite/ops/attention.py",
