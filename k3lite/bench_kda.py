@@ -20,6 +20,7 @@ from k3lite.ops.kda import CHUNK, kda, kda_chunk, kda_recurrent, l2norm
 Op = Callable[..., tuple[Tensor, Tensor]]
 HEADS, WIDTH = 4, 64
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+PRODUCT = 1024  # side of the product that says what the machine can do
 GPU_HEADS, GPU_WIDTH, GPU_LENGTH = 64, 128, 8192
 
 
@@ -98,18 +99,18 @@ def kimi_linear(absent: list[str]):
 # ---- where the time goes
 
 
-def flops(T: int, H: int, K: int, V: int, C: int = CHUNK) -> int:
-    """Floating-point operations of the matrix products in a forward pass of the chunk form; a multiply-add is two.
+def flops(T: int, H: int, K: int, V: int) -> int:
+    """Floating-point operations of the matrix products in a forward pass of the chunk form with C = CHUNK; a multiply-add is two.
 
     Per token: A and P 4CK; M V, M Gamma K 2CV + 2CK; W S, (Gamma Q) S, K^T V~ 6KV; P V~ 2CV.
     """
-    return T * H * (6 * C * K + 4 * C * V + 6 * K * V)
+    return T * H * (6 * CHUNK * K + 4 * CHUNK * V + 6 * K * V)
 
 
-def matmul_rate(n: int = 1024) -> float:
-    """FLOP/s of one large fp32 product with the threads set now: what this machine can do at best."""
-    a = torch.randn(n, n)
-    return 2 * n**3 / bench.seconds(lambda: a @ a, repeats=20)
+def matmul_rate() -> float:
+    """FLOP/s of one fp32 product of PRODUCT x PRODUCT with the threads set now: what this machine can do at best."""
+    a = torch.randn(PRODUCT, PRODUCT)
+    return 2 * PRODUCT**3 / bench.seconds(lambda: a @ a, repeats=20)
 
 
 def time_shares(T: int) -> dict[str, float]:
@@ -134,7 +135,7 @@ def reckoning(T: int) -> Iterator[str]:
     took, work, rate = bench.seconds(lambda: forward(kda_chunk, given)), flops(T, HEADS, WIDTH, WIDTH), matmul_rate()
     yield (
         f"forward T={T}: {work / 1e9:.2f} GFLOP in {took * 1e3:.1f} ms = {work / took / 1e9:.0f} GFLOP/s; a product of "
-        f"1024 x 1024 ran at {rate / 1e9:.0f} GFLOP/s, so {work / took / rate:.0%} of it"
+        f"{PRODUCT} x {PRODUCT} ran at {rate / 1e9:.0f} GFLOP/s, so {work / took / rate:.0%} of it"
     )
     yield "its time: " + ", ".join(f"{kind} {share:.0%}" for kind, share in time_shares(T).items())
 
@@ -142,13 +143,12 @@ def reckoning(T: int) -> Iterator[str]:
 # ---- on a GPU
 
 
-def gpu_cases(
-    device: str, H: int = GPU_HEADS, K: int = GPU_WIDTH, T: int = GPU_LENGTH, dtype: torch.dtype = torch.bfloat16
-) -> Iterator[bench.Row | str]:
-    """The Triton kernels beside fla's: forward, forward + backward, one token; errors against the fp32 recurrence."""
+def gpu_cases(device: str, H: int = GPU_HEADS, K: int = GPU_WIDTH, T: int = GPU_LENGTH) -> Iterator[bench.Row | str]:
+    """The Triton kernels in bf16 beside fla's: forward, forward + backward, one token; errors against the fp32 recurrence."""
     absent: list[str] = []
     fla = bench.imported("fla.ops.kda", absent)
     yield from absent
+    dtype = torch.bfloat16
     given = inputs(T, H, K, dtype, device)
     token = tuple(x[:, :1].contiguous() for x in given)
     state = torch.randn(1, H, K, K, generator=torch.Generator().manual_seed(1)).to(device)

@@ -13,7 +13,6 @@ from k3lite.config import MX_BLOCK, K3Config
 GIB = 2**30
 MIB = 2**20
 KIB = 2**10
-MXFP4_BLOCK = 32  # numbers that share a scale byte
 
 
 # ---- parameters
@@ -64,7 +63,7 @@ def expert_parameters(c: K3Config) -> int:
 def expert_bytes(c: K3Config, number_bytes: int = 2) -> int:
     """One routed expert: 4.25 bits a number if the config packs MXFP4 (half a byte, and a scale byte for 32), else number_bytes."""
     numbers = expert_parameters(c)
-    return numbers // 2 + numbers // MXFP4_BLOCK if c.packs_mxfp4 else numbers * number_bytes
+    return numbers // 2 + numbers // MX_BLOCK if c.packs_mxfp4 else numbers * number_bytes
 
 
 @dataclass(frozen=True)
@@ -87,13 +86,14 @@ class CheckpointBytes:
 def checkpoint_bytes(c: K3Config, number_bytes: int = 2) -> CheckpointBytes:
     """What `checkpoint.save_model` writes for a model of this config, its experts packed if the config packs MXFP4.
 
-    number_bytes: width of a number in the model's dtype. Convolutions, decay rates, their biases, head norms and balancing biases are
-    fp32 all the same, as in K3's files; those pad `A_log` to 128 numbers, 8,832 bytes that are not counted here.
+    number_bytes: width of a number in the model's dtype. Convolutions, decay rates, their biases, head norms and
+    balancing biases are fp32 all the same, as in K3's files; those pad `A_log` to 128 numbers, 8,832 bytes that are
+    not counted here.
     Source: k3-architecture §3.4, §4.
     """
     parts, experts = parameters(c), c.num_moe_layers * c.num_experts
     routed = parts.pop("routed_experts")
-    scales = routed // MXFP4_BLOCK if c.packs_mxfp4 else 0
+    scales = routed // MX_BLOCK if c.packs_mxfp4 else 0
     return CheckpointBytes(
         experts=experts * expert_bytes(c, number_bytes) - scales,
         scales=scales,

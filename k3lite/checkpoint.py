@@ -15,11 +15,10 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,11 +30,11 @@ from k3lite.config import K3Config
 from k3lite.model import K3ForCausalLM
 from k3lite.moe import LatentMoE
 from k3lite.packed import PackedExperts
-from k3lite.released import CODES, NOT_TEXT, PREFIX, TensorSpec, is_k3, shard_of, text_parts
-from k3lite.shards import INDEX, WEIGHTS, Shards, Stored, differences, read_shards
+from k3lite.released import CODES, NOT_TEXT, PREFIX, TensorSpec, is_k3, released_files, shard_of, text_parts
+from k3lite.shards import INDEX, WEIGHTS, Shards, Stored, differences, make_index, read_shards, renamed_to, tensor_file
 
 _STACKED = re.compile(r"(.*\.experts)\.(w[123])(|_packed|_scale)$")
-_PACKED = re.compile(r"(.*)\.experts\.\d+\.w[123]\.weight_(?:packed|scale)$")
+_EXPERT = re.compile(r"(.*)\.experts\.\d+\.w[123]\.weight(_packed|_scale)?$")
 # transformers 5.24 saves a dense layer's MLP under the experts' name; the released files say `mlp`.
 _DENSE_MLP = re.compile(r"\.block_sparse_moe\.((?:gate|up|down)_proj\.weight)$")
 _DTYPES = {code: getattr(torch, name) for name, code in CODES.items()} | {"U8": torch.uint8}
@@ -143,38 +142,46 @@ def save_released(model: K3ForCausalLM, folder: str | Path) -> None:
 
 @torch.no_grad()
 def save_parts(config: K3Config, parts: Iterable[tuple[str, nn.Module]], folder: str | Path) -> None:
-    """Write `parts` in the released layout of `config`: names, shapes and dtypes of `released.tensor_list`, a file a part.
+    """Write `parts` in the released layout of `config`: names, shapes, dtypes and files of `released`.
 
-    Each part is let go before the next is asked for. The index comes last: without it there is no checkpoint, and after
-    an error there are no files either. Raises CheckpointError for a folder that holds a checkpoint, and for parts that
-    are not those of the config, or would lose digits.
+    Each part is let go before the next is asked for, and its tensors are written one at a time. The index comes last:
+    without it there is no checkpoint, and after an error there are no files either. Raises CheckpointError for a folder
+    that holds a checkpoint or files of one, and for parts that are not those of the config, or would lose digits.
     """
-    folder = Path(folder)
-    if (folder / INDEX).exists() or (folder / WEIGHTS).exists():
+    folder, files = Path(folder), released_files(config)
+    if any((folder / name).exists() for name in (INDEX, WEIGHTS, *files)):
         raise CheckpointError(f"{folder}: holds a checkpoint already; wanted another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    wanted, places, size, written = dict(text_parts(config)), {}, 0, []
-    count = len(wanted)
     try:
+        _write_parts(config, parts, folder, files)
+        write_text(folder / "config.json", json.dumps(_wrapped(config), indent=2) + "\n")
+        places = {spec.name: file for file, specs in files.items() for spec in specs}
+        size = sum(spec.nbytes for specs in files.values() for spec in specs)
+        write_text(folder / INDEX, make_index(places, size))
+    except BaseException:
+        for file in files:
+            (folder / file).unlink(missing_ok=True)
+        raise
+
+
+def _write_parts(
+    config: K3Config, parts: Iterable[tuple[str, nn.Module]], folder: Path, files: dict[str, list[TensorSpec]]
+) -> None:
+    wanted, names = dict(text_parts(config)), list(files)
+    # The last file takes the first part and the last, so it stays open all the while.
+    with tensor_file(folder / names[-1], files[names[-1]]) as last:
         for before, part in parts:
             if before not in wanted:
                 raise CheckpointError(f"{folder}: part {before!r} is twice, or not of this config")
-            specs = wanted.pop(before)
-            file = f"model-{shard_of(config, before):05d}-of-{count:06d}.safetensors"
-            _write_part(folder / file, specs, before, part)
-            written.append(folder / file)
-            places |= {spec.name: file for spec in specs}
-            size += sum(spec.nbytes for spec in specs)
+            specs, file = wanted.pop(before), names[shard_of(config, before) - 1]
+            if file == names[-1]:
+                _put_part(last, specs, before, part)
+            else:
+                with tensor_file(folder / file, specs) as layer:
+                    _put_part(layer, specs, before, part)
             del part  # before the next one is made
         if wanted:
             raise CheckpointError(f"{folder}: missing parts: {', '.join(map(repr, wanted))}")
-        write_text(folder / "config.json", json.dumps(_wrapped(config), indent=2) + "\n")
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
-        write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
-    except BaseException:
-        for path in written:
-            path.unlink(missing_ok=True)
-        raise
 
 
 def _wrapped(config: K3Config) -> dict:
@@ -182,14 +189,14 @@ def _wrapped(config: K3Config) -> dict:
     return {"model_type": "kimi_k3", "text_config": config.to_dict()} if is_k3(config) else config.to_dict()
 
 
-def _write_part(path: Path, specs: list[TensorSpec], before: str, part: nn.Module) -> None:
+def _put_part(put: Callable[[str, Any], None], specs: list[TensorSpec], before: str, part: nn.Module) -> None:
     have, wanted = dict(released_tensors(part, before)), {s.name.removeprefix(PREFIX): s for s in specs}
     problems = [f"{name}: missing" for name in wanted if name not in have]
     problems += [f"{name}: unknown" for name in have if name not in wanted]
     if problems:
-        raise CheckpointError(f"{path}: not a part of this config (experts packed as it says?): {_listed(problems)}")
-    tensors = {spec.name: _as_stored(have[name], spec) for name, spec in wanted.items()}
-    write_atomically(path, lambda tmp: save_file(tensors, tmp, {"format": "pt"}))
+        raise CheckpointError(f"{before!r} is no part of this config (experts packed as it says?): {_listed(problems)}")
+    for name, spec in wanted.items():
+        put(spec.name, _as_stored(have[name], spec).cpu().flatten().view(torch.uint8).numpy())
 
 
 def _as_stored(t: Tensor, spec: TensorSpec) -> Tensor:
@@ -227,9 +234,24 @@ def _checked(model: K3ForCausalLM, shards: Shards) -> dict[str, tuple[str, str]]
     own = getattr(torch, model.config.dtype)
     wanted = dict(released_tensors(model))
     problems += differences(shards, found, wanted, lambda name, stored, target: _unfit(name, stored, target, own))
+    problems = problems or _padding(shards.folder, names, found, wanted)
     if problems:
         raise CheckpointError(f"{shards.folder}: not a checkpoint of this config: {_listed(problems)}")
     return names
+
+
+def _padding(
+    folder: Path, names: dict[str, tuple[str, str]], found: dict[str, Stored], wanted: dict[str, Tensor]
+) -> list[str]:
+    """What is not zero behind the heads of a padded A_log: it would belong to heads that the config does not have."""
+    problems = []
+    for name, target in wanted.items():
+        if name.endswith("A_log") and math.prod(found[name].shape) > (heads := target.numel()):
+            raw, file = names[name]
+            with open_safetensors(folder / file) as f:
+                if count := int(f.get_tensor(raw).flatten()[heads:].count_nonzero()):
+                    problems.append(f"{name}: {count} numbers behind its {heads} are not 0, wanted a padding of zeros")
+    return problems
 
 
 def _listed(problems: list[str]) -> str:
@@ -251,11 +273,16 @@ def _fill(folder: Path, names: dict[str, tuple[str, str]], targets: Iterable[tup
 
 
 def _keep_packed(model: K3ForCausalLM, names: Iterable[str]) -> list[str]:
-    """Give the layers whose experts are packed in the files the modules for that; what forbids it, one line each."""
-    layers = {match[1] for name in names if (match := _PACKED.fullmatch(name))}
+    """Give the layers whose experts are packed in the files the modules for that; what forbids it, one line each.
+
+    Where the files have no expert of a layer, the config says which ones are missing.
+    """
+    packed: dict[str, bool] = {}
+    for match in filter(None, map(_EXPERT.fullmatch, names)):
+        packed[match[1]] = packed.get(match[1], False) or match[2] is not None
     problems = []
     for name, layer in model.named_modules():
-        if name in layers and isinstance(layer, LatentMoE):
+        if isinstance(layer, LatentMoE) and packed.get(name, model.config.packs_mxfp4):
             try:
                 layer.experts = PackedExperts(layer.experts)
                 layer.experts.rounding = "floor" if model.config.rounds_expert_inputs else None
@@ -301,15 +328,8 @@ def open_safetensors(path: str | Path):
 
 def write_atomically(path: Path, write: Callable[[str], None]) -> None:
     """Let `write` fill a temporary file beside `path`, then rename it: nobody ever sees half a file."""
-    handle, tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    try:
+    with renamed_to(path) as tmp:
         write(tmp)
-        os.chmod(tmp, 0o644)  # mkstemp makes files that only their owner may read
-        os.replace(tmp, path)
-    except BaseException:
-        Path(tmp).unlink(missing_ok=True)
-        raise
 
 
 def write_text(path: Path, text: str) -> None:

@@ -219,9 +219,9 @@ def _folded(line: str) -> str:
 
 
 @functools.cache
-def quoted_sources(path: Path = DATA / "sources.json") -> dict[str, str]:
+def quoted_sources() -> dict[str, str]:
     """{key: what it is and where it was read}."""
-    return json.loads(path.read_text())
+    return json.loads((DATA / "sources.json").read_text())
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

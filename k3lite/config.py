@@ -144,10 +144,12 @@ class K3Config:
     def rounds_expert_inputs(self) -> bool:
         """Whether `input_activations` asks for MXFP8; K3's is null. Raises ConfigError if it asks for anything else."""
         groups = (self.quantization_config or {}).get("config_groups") or {}
+        if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+            raise ConfigError(f"quantization_config.config_groups: got {groups!r}, wanted an object of objects")
         asked = [a for a in (group.get("input_activations") for group in groups.values()) if a is not None]
         for a in asked:
-            if (a.get("type"), a.get("num_bits"), a.get("group_size")) != ("float", 8, 32):
-                raise ConfigError(f"input_activations: got {a}, wanted null or float of 8 bits in groups of 32")
+            if not isinstance(a, dict) or [a.get(n) for n in ("type", "num_bits", "group_size")] != ["float", 8, 32]:
+                raise ConfigError(f"input_activations: got {a!r}, wanted null or float of 8 bits in groups of 32")
         return bool(asked)
 
     def all_mla_twin(self) -> K3Config:

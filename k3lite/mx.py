@@ -23,10 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from k3lite.config import MX_BLOCK
 from k3lite.minifloat import FORMATS, ElementFormat, nearest_codes
 from k3lite.ops.pointwise import upcast
 
-BLOCK = 32
+BLOCK = MX_BLOCK
 SCALE_BIAS, SCALE_NAN = 127, 255
 PIECE = 2048  # blocks worked on at once: what is made on the way stays in a core's cache
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)

@@ -1,15 +1,24 @@
 """The released checkpoints by name: every tensor's name, shape and dtype, from a config alone. Standard library only.
 
 Kimi K3: 497,220 tensors, 1,503,647,073,024 stored numbers, 1,560,860,324,864 bytes, vision tower and projector among
-them. Kimi Linear 48B: 20,493 tensors. The bounded decay (`gate_lower_bound`) tells the two layouts apart:
+them. Kimi Linear 48B: 20,493 tensors, 98,245,528,576 bytes. The bounded decay (`gate_lower_bound`) tells the two
+layouts apart:
 
-              prefix             A_log                     conv, o_norm, correction bias
-    K3        language_model.    [H padded to 128], fp32   fp32
-    Linear    none               [1, 1, H, 1], fp32        the model's dtype
+              prefix             A_log                     dt_bias   conv, o_norm, correction bias
+    K3        language_model.    [H padded to 128], fp32   fp32      fp32
+    Linear    none               [1, 1, H, 1], fp32        fp32      the model's dtype
 
-Sources: k3-architecture §3, §4 (text); the vision names are in several public readers of the files, and their shapes,
-made from `vision_config`, sum to the 447,358,976 parameters that the text part leaves. That Kimi Linear's A_log and
-dt_bias are stored in fp32 was not seen in a dump; it follows its modelling code.
+K3's 96 files: layer i in the (i+1)th; embedding, head, final norm and output_attn_res in the 94th; projector; tower.
+
+Sources, none of which read the weights themselves here. Names, shapes, dtypes: k3-architecture §3, §4 (text); for the
+vision part several public readers of the files, and `vision_config`, from which the shapes sum to the 447,358,976
+parameters that the text part leaves. Files: public censuses of the headers say what lies in which. The size of each,
+1,560,936,091,448 bytes together, is in a copy of Hugging Face's listing of moonshotai/Kimi-K3 at revision f831ab66; the
+index's, 59,764,096, in a pin of ModelScope's. From the config alone the layout here has all 97 sizes to the byte. That
+headers have no `__metadata__`, and tensors the safetensors library's order (`shards.make_head`), is inferred from those
+sizes: with the one, or in order of names alone, the headers come out longer or shorter. Kimi Linear: `total_size` of its
+index, and public notes that count 49,122,599,168 numbers in bf16 and 82,560 in fp32, the A_log and dt_bias of 20 layers.
+Its 20 files hold several layers each; ours one.
 """
 
 from __future__ import annotations
@@ -30,7 +39,7 @@ NOT_TEXT = ("vision_tower.", "mm_projector.")
 A_LOG_PADDING = 128
 CODES = {"float32": "F32", "float64": "F64", "bfloat16": "BF16", "float16": "F16"}
 
-Named = Iterator[tuple[str, tuple[int, ...]]]
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
 class TensorSpec(NamedTuple):
@@ -68,6 +77,8 @@ class VisionConfig:
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> VisionConfig:
         """Raises ConfigError that names a field which is missing, or of another kind of tower."""
+        if not isinstance(raw, dict):
+            raise ConfigError(f"vision_config: got {raw!r}, wanted an object")
         for name, wanted in _RELEASED_TOWER.items():
             if raw.get(name, wanted) != wanted:
                 raise ConfigError(f"vision_config.{name}: got {raw[name]!r}, wanted {wanted!r}")
@@ -112,9 +123,12 @@ def tensor_list(c: K3Config, vision: VisionConfig | None = None) -> Iterator[Ten
     for _, specs in text_parts(c):
         yield from specs
     if vision:
-        code = CODES[c.dtype]
-        yield from (TensorSpec(f"vision_tower.{name}", shape, code, "vision_tower") for name, shape in _tower(vision))
-        yield from (TensorSpec(f"mm_projector.{n}", shape, code, "mm_projector") for n, shape in _projector(vision))
+        yield from _vision_part(c, "vision_tower", _tower(vision))
+        yield from _vision_part(c, "mm_projector", _projector(vision))
+
+
+def _vision_part(c: K3Config, kind: str, shapes: Shapes) -> list[TensorSpec]:
+    return [TensorSpec(f"{kind}.{name}", shape, CODES[c.dtype], kind) for name, shape in shapes]
 
 
 def text_parts(c: K3Config) -> Iterator[tuple[str, list[TensorSpec]]]:
@@ -139,16 +153,28 @@ def text_parts(c: K3Config) -> Iterator[tuple[str, list[TensorSpec]]]:
 
 
 def shard_of(c: K3Config, part: str) -> int:
-    """Number, from 1, of the file of a part of `text_parts`: layers first, then the embedding, then norm and head.
-
-    In K3's 96 files layer 1 lies in the second and layer 92 in the 93rd, too; which of the last three holds the
-    embedding, and which the head, is not known to us.
-    """
-    layers = c.num_hidden_layers
-    return layers + 2 if not part else layers + 1 if "layers" not in part else int(part.split(".")[2]) + 1
+    """Number, from 1, of the file of a part of `text_parts`: a file a layer, then one for embedding, norm and head."""
+    return int(part.split(".")[2]) + 1 if part.startswith("model.layers.") else c.num_hidden_layers + 1
 
 
-def _mix(d: int) -> Named:
+def shard_name(number: int, count: int) -> str:
+    """Name of the file of this number, from 1, of `count`."""
+    return f"model-{number:05d}-of-{count:06d}.safetensors"
+
+
+def released_files(c: K3Config, vision: VisionConfig | None = None) -> dict[str, list[TensorSpec]]:
+    """Every file of a released checkpoint of this config, and its tensors (in no order; see `shards.make_head`)."""
+    numbered: dict[int, list[TensorSpec]] = {}
+    for part, specs in text_parts(c):
+        numbered.setdefault(shard_of(c, part), []).extend(specs)
+    last = len(numbered)
+    if vision:
+        numbered[last + 1] = _vision_part(c, "mm_projector", _projector(vision))
+        numbered[last + 2] = _vision_part(c, "vision_tower", _tower(vision))
+    return {shard_name(number, len(numbered)): numbered[number] for number in sorted(numbered)}
+
+
+def _mix(d: int) -> Shapes:
     yield "norm", (d,)
     yield "proj", (1, d)
 
@@ -188,7 +214,7 @@ def _layer(c: K3Config, i: int) -> Iterator[tuple[str, tuple[int, ...], str, str
                 yield weight, (out, width), code, "routed_experts"
 
 
-def _kda(c: K3Config) -> Named:
+def _kda(c: K3Config) -> Shapes:
     a, d, width = c.linear_attn_config, c.hidden_size, c.kda_width
     heads, dim = a.num_heads, a.head_dim
     for x in "qkv":
@@ -209,7 +235,7 @@ def _kda(c: K3Config) -> Named:
     yield "o_proj.weight", (d, width)
 
 
-def _mla(c: K3Config) -> Named:
+def _mla(c: K3Config) -> Shapes:
     d, heads, rank = c.hidden_size, c.num_attention_heads, c.q_lora_rank
     q_out, v_out = heads * c.qk_head_dim, heads * c.v_head_dim
     if rank:
@@ -226,20 +252,20 @@ def _mla(c: K3Config) -> Named:
     yield "o_proj.weight", (d, v_out)
 
 
-def _mlp(d: int, width: int) -> Named:
+def _mlp(d: int, width: int) -> Shapes:
     yield "gate_proj.weight", (width, d)
     yield "up_proj.weight", (width, d)
     yield "down_proj.weight", (d, width)
 
 
-def _expert(c: K3Config) -> Named:
+def _expert(c: K3Config) -> Shapes:
     hidden, width = c.moe_intermediate_size, c.expert_width
     yield "w1", (hidden, width)
     yield "w3", (hidden, width)
     yield "w2", (width, hidden)
 
 
-def _tower(v: VisionConfig) -> Named:
+def _tower(v: VisionConfig) -> Shapes:
     d, width = v.vt_hidden_size, v.vt_intermediate_size
     yield "patch_embed.proj.weight", (d, 3, v.patch_size, v.patch_size)
     yield "patch_embed.pos_emb.weight", (v.init_pos_emb_height, v.init_pos_emb_width, d)
@@ -254,7 +280,7 @@ def _tower(v: VisionConfig) -> Named:
     yield "encoder.final_layernorm.weight", (d,)
 
 
-def _projector(v: VisionConfig) -> Named:
+def _projector(v: VisionConfig) -> Shapes:
     merged = v.vt_hidden_size * math.prod(v.merge_kernel_size)
     yield "proj.0.weight", (merged, merged)
     yield "proj.2.weight", (v.text_hidden_size, merged)

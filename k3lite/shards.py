@@ -1,4 +1,4 @@
-"""Safetensors files of a checkpoint folder, read by their headers alone. Standard library only.
+"""Safetensors files of a checkpoint folder by their headers alone, and their index. Standard library only.
 
 A header says each tensor's name, dtype, shape and place; with the file's size that is enough to find every tensor that
 is missing, doubled or cut off, and every lie of the index, before a byte of any tensor is read. Format: 8 bytes with
@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -34,6 +37,67 @@ class Stored(NamedTuple):
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+class Named(Protocol):
+    """A tensor that a file is to hold, without its numbers. dtype: as safetensors spells it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+
+
+def make_head(tensors: Iterable[Named]) -> tuple[bytes, dict[str, int]]:
+    """The first bytes of a file of these tensors, and the byte of the file at which each of them begins.
+
+    Order and padding are the safetensors library's: wide numbers first, then by name, so that none is misaligned; blanks
+    up to a multiple of 8. A test holds the two to be equal byte for byte.
+    """
+    header, at = {}, 0
+    for t in sorted(tensors, key=lambda t: (-DTYPE_BYTES[t.dtype], t.dtype, t.name)):
+        header[t.name] = {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [at, at + t.nbytes]}
+        at += t.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {n: start + e["data_offsets"][0] for n, e in header.items()}
+
+
+@contextmanager
+def renamed_to(path: Path) -> Iterator[str]:
+    """A temporary file beside `path` that gets its name at the end, or vanishes: nobody ever sees half a file."""
+    handle, tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    try:
+        yield tmp
+        os.chmod(tmp, 0o644)  # mkstemp makes files that only their owner may read
+        os.replace(tmp, path)
+    except BaseException:
+        Path(tmp).unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def tensor_file(path: Path, tensors: Iterable[Named]) -> Iterator[Callable[[str, Any], None]]:
+    """Write a file of these tensors, which appears whole or not at all.
+
+    Gives a function of a tensor's name and its bytes; every tensor must be put once, in any order.
+    """
+    head, places = make_head(tensors)
+    with renamed_to(path) as tmp, open(tmp, "r+b") as f:
+        f.write(head)
+
+        def put(name: str, numbers: Any) -> None:
+            f.seek(places[name])
+            f.write(numbers)
+
+        yield put
+
+
+def make_index(places: Mapping[str, str], nbytes: int) -> str:
+    """Text of the index. places: tensor -> file.   nbytes: of all tensors, without headers."""
+    return json.dumps({"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(places.items()))}, indent=2)
 
 
 @dataclass
@@ -117,18 +181,26 @@ def read_header(path: Path) -> dict[str, Stored]:
     raw.pop("__metadata__", None)
     tensors, places = {}, []
     for name, entry in raw.items():
-        try:
-            tensor = Stored(path.name, tuple(entry["shape"]), entry["dtype"])
-            begin, end = entry["data_offsets"]
-            wanted = tensor.nbytes
-            if min(tensor.shape, default=0) < 0 or end - begin != wanted:
-                raise ValueError(f"{name}: {end - begin} bytes for {tensor.dtype} {tensor.shape}, wanted {wanted}")
-        except (KeyError, TypeError) as e:
-            raise ValueError(f"{name}: {entry} describes no tensor") from e
-        tensors[name] = tensor
+        tensors[name], begin, end = _described(path.name, name, entry)
         places.append((begin, end, name))
     _check_places(places, size - 8 - length)
     return tensors
+
+
+def _described(file: str, name: str, entry: Any) -> tuple[Stored, int, int]:
+    """One entry of a header: the tensor, where it begins and where it ends. Raises ValueError that names it."""
+    try:
+        shape, (begin, end) = entry["shape"], entry["data_offsets"]
+        # 64.0 == 64, and a tuple with it would pass for the right shape; True == 1, too
+        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+            raise TypeError
+        tensor = Stored(file, tuple(shape), entry["dtype"])
+        wanted = tensor.nbytes
+    except (KeyError, TypeError, ValueError) as e:
+        raise ValueError(f"{name}: {entry} describes no tensor") from e
+    if end - begin != wanted:
+        raise ValueError(f"{name}: {end - begin} bytes for {tensor.dtype} {tensor.shape}, wanted {wanted}")
+    return tensor, begin, end
 
 
 def _check_places(places: list[tuple[int, int, str]], size: int) -> None:

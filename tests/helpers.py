@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -38,6 +40,17 @@ def assert_all_close(got: dict[str, Tensor], want: dict[str, Tensor], rel: float
     assert got.keys() == want.keys(), sorted(got.keys() ^ want.keys())
     for name, value in want.items():
         assert_close(name, got[name], value, rel)
+
+
+def not_public(tree: ast.Module, **modules: ModuleType) -> set[str]:
+    """What code reaches through these modules, by the names it has for them, that is not in their __all__."""
+    used = {
+        (n.value.id, n.attr)
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id in modules
+    }
+    assert {module for module, _ in used} == modules.keys()
+    return {f"{module}.{name}" for module, name in used if name not in modules[module].__all__}
 
 
 def dims(names: str, *shapes: tuple[int, ...]) -> pytest.MarkDecorator:

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -72,6 +73,13 @@ def test_the_files(packed):
     assert torch.equal(padded[:2], model.model.layers[0].self_attn.A_log) and not padded[2:].any()
 
 
+def test_files_are_those_of_the_library(packed):
+    """Ours are written piece by piece; safetensors itself writes the same bytes from all tensors of a file at once."""
+    folder, _ = packed
+    for file in FILES:
+        assert save(load_file(folder / file)) == (folder / file).read_bytes()
+
+
 def test_kimi_linear(tmp_path):
     """No prefix, [1,1,H,1]; what its files keep in bf16 is refused where bf16 would lose digits."""
     model = random_model(tiny("linear", dtype="bfloat16"))
@@ -104,8 +112,8 @@ def test_more_heads_than_the_padding(tmp_path):
 def test_a_vision_tower_is_passed_over(damaged):
     want = load_model(damaged)(IDS).logits
     extra = {"vision_tower.patch_embed.proj.weight": torch.zeros(2, 3, 4, 4), "mm_projector.post_norm.weight": torch.zeros(2)}  # fmt: skip
-    change_file(damaged, FILES[4], lambda t: t.update(extra))
-    change_index(damaged, lambda i: (i["weight_map"].update(dict.fromkeys(extra, FILES[4])), i.pop("metadata")))
+    change_file(damaged, FILES[3], lambda t: t.update(extra))
+    change_index(damaged, lambda i: (i["weight_map"].update(dict.fromkeys(extra, FILES[3])), i.pop("metadata")))
     assert torch.equal(load_model(damaged)(IDS).logits, want)
 
 
@@ -206,11 +214,34 @@ def test_damage_is_named_before_anything_is_read(damaged, monkeypatch, kind):
 def test_a_file_that_cannot_be_read_does_not_hide_the_rest(damaged):
     """Its tensors are not called missing: the index says where they would be. What else is wrong is listed."""
     (damaged / FILES[1]).write_bytes(b"")
-    change_file(damaged, FILES[4], lambda t: t.update({"language_model.model.norm.weight": torch.zeros(3)}))
+    change_file(damaged, FILES[3], lambda t: t.update({"language_model.model.norm.weight": torch.zeros(3)}))
     with pytest.raises(CheckpointError) as e:
         load_model(damaged)
     assert "model-00002" in str(e.value) and "model.norm.weight: shape (3,), wanted (64,)" in str(e.value)
     assert "missing" not in str(e.value) and str(e.value).count(";") == 1
+
+
+def test_a_layer_that_is_nowhere_is_missing_as_the_config_packs_it(damaged, monkeypatch):
+    monkeypatch.setattr(k3lite.checkpoint, "SHOWN", 200)
+    for is_packed in (True, False):
+        change_index(
+            damaged, lambda i: i.update(weight_map={n: f for n, f in i["weight_map"].items() if f != FILES[1]})
+        )
+        (damaged / FILES[1]).unlink(missing_ok=True)
+        with pytest.raises(CheckpointError) as e:
+            load_model(damaged, tiny_config(is_packed))
+        assert ("experts.0.w1.weight_packed: missing" in str(e.value)) == is_packed
+        assert ("experts.0.w1.weight: missing" in str(e.value)) != is_packed
+
+
+@pytest.mark.parametrize("number", [9.0, float("nan")])
+def test_a_padding_that_is_none(damaged, number):
+    """Of the 126 numbers behind the two heads, two that are not zero, in one layer; said before a model is made."""
+    name = "language_model.model.layers.1.self_attn.A_log"
+    change_file(damaged, FILES[1], lambda t: t[name][-2:].fill_(number))
+    for load in (load_model, load_parts):
+        with pytest.raises(CheckpointError, match=r"config: model.layers.1.self_attn.A_log: 2 numbers behind its 2 are not 0, wanted a padding of zeros$"):  # fmt: skip
+            load(damaged)
 
 
 def test_numbers_are_widened_but_never_cut(damaged):
@@ -247,6 +278,12 @@ def test_one_checkpoint_a_folder(packed, tmp_path):
     save_model(model, tmp_path)
     with pytest.raises(CheckpointError, match="holds a checkpoint already"):
         save_released(model, tmp_path)
+    half = tmp_path / "half"  # a download that has no index yet: neither written over nor cleaned away
+    half.mkdir()
+    (half / FILES[2]).write_bytes(b"17 GB")
+    with pytest.raises(CheckpointError, match="holds a checkpoint already"):
+        save_released(model, half)
+    assert bytes_of(half) == {FILES[2]: b"17 GB"}
 
 
 def test_parts_of_another_config(packed, tmp_path):

@@ -13,15 +13,13 @@ from k3lite.model import K3ForCausalLM
 from k3lite.tasks import lm, lm_job
 from k3lite.tasks.text import decode, encode
 
+from .small_lm import shrink
 from .small_needle import SMALL
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    torch.set_num_threads(1)
-    monkeypatch.setattr(lm, "TOKENS_PER_STEP", 1024)
-    for name, value in (("EXAM_ROWS", 2), ("RECALL_LENGTHS", (128, 256)), ("RECALL_DOCUMENTS", 2)):
-        monkeypatch.setattr(lm_job, name, value)
+    shrink(monkeypatch)
 
 
 @pytest.fixture

@@ -34,7 +34,6 @@ ORDER = [
     "mla",
     "moe",
     "packed",
-    "qat",
     "model",
     "checkpoint",
     "generate",

@@ -139,6 +139,13 @@ def test_a_config_can_ask_for_rounded_inputs(tmp_path):
     assert not asking(None).rounds_expert_inputs and not TINY.rounds_expert_inputs
     with pytest.raises(ValueError, match="input_activations: got .*'num_bits': 4.*, wanted null or float of 8 bits"):
         assert asking({"type": "float", "num_bits": 4, "group_size": 32}).rounds_expert_inputs
+    with pytest.raises(ValueError, match="input_activations: got 'mxfp8', wanted null or float of 8 bits"):
+        assert asking("mxfp8").rounds_expert_inputs
+    for groups in ([1], {"group_0": 3}):
+        raw = {"format": "mxfp4-pack-quantized", "config_groups": groups}
+        odd = K3Config.from_dict(TINY.to_dict() | {"quantization_config": raw})
+        with pytest.raises(ValueError, match="config_groups: got .*, wanted an object of objects"):
+            assert odd.rounds_expert_inputs
 
 
 def values_moved(steps):

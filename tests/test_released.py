@@ -12,7 +12,8 @@ from k3lite.checkpoint import parts, released_tensors
 from k3lite.config import PRESET_DIR, ConfigError, K3Config
 from k3lite.model import K3ForCausalLM
 from k3lite.packed import PackedExperts
-from k3lite.released import PREFIX, VisionConfig, shard_of, tensor_list, text_parts
+from k3lite.released import PREFIX, VisionConfig, released_files, tensor_list, text_parts
+from k3lite.shards import make_head, make_index
 from tests.helpers import tiny
 from tests.tiny_released import tiny_config
 
@@ -39,16 +40,55 @@ def test_totals_of_kimi_k3(k3):
     assert routed == 1_446_456_066_048 and sum(t.nbytes for t in text) - routed == 113_509_540_864
 
 
-def test_the_93rd_file_is_as_large_as_the_real_one(k3):
-    """16,567,507,176 bytes with a header of 823,016: public audits of model-00093-of-000096.safetensors, layer 92."""
-    assert shard_of(K3, "model.layers.92.") == 93
-    assert sum(t.nbytes for t in k3 if ".layers.92." in t.name) + 823_016 == 16_567_507_176
+@pytest.fixture(scope="module")
+def files():
+    return released_files(K3, VisionConfig.preset("kimi-k3"))
+
+
+def released_size(number: int) -> int:
+    """Bytes of K3's file of this number, as Hugging Face lists moonshotai/Kimi-K3 at revision f831ab66.
+
+    By the kind of the layer, and by the digits of its number, which is in every name of the header.
+    """
+    digits = len(str(number - 1)) - 1
+    if number == 1:
+        return 2_341_216_112
+    if number > 93:
+        return {94: 4_697_664_072, 95: 92_289_328, 96: 802_448_352}[number]
+    if number % 4 == 0 or number == 93:
+        return (16_567_501_776, 16_567_507_176)[digits]
+    return (16_990_911_504, 16_990_916_912)[digits]
+
+
+def test_every_file_is_as_large_as_the_real_one(files):
+    """From the config alone, to the byte: which tensors lie together, their order, header, padding, no metadata."""
+    assert list(files) == [f"model-{i:05d}-of-000096.safetensors" for i in range(1, 97)]
+    sizes = [len(make_head(specs)[0]) + sum(t.nbytes for t in specs) for specs in files.values()]
+    assert sizes == [released_size(number) for number in range(1, 97)]
+    assert sum(sizes) == 1_560_936_091_448
+
+    places = {t.name: file for file, specs in files.items() for t in specs}
+    index = make_index(places, sum(t.nbytes for specs in files.values() for t in specs))
+    assert len(index) == 59_764_096
+
+
+def test_what_the_last_files_hold(files):
+    """As a public census of the 96 headers has it: the tables and the last norm in the 94th, projector, tower."""
+    *_, ends, projector, tower = files.values()
+    assert Counter(t.kind for t in ends) == {"embed_tokens": 1, "lm_head": 1, "norms": 1, "attn_res": 2}
+    assert {t.kind for t in projector} == {"mm_projector"} and {t.kind for t in tower} == {"vision_tower"}
+    assert len(released_files(tiny_config())) == 4
 
 
 def test_totals_of_kimi_linear():
+    """`total_size` of its index; numbers by dtype from public notes on its headers."""
     specs = list(tensor_list(LINEAR, VisionConfig.preset("kimi-linear-48b")))
     assert len(specs) == len({t.name for t in specs}) == 20_493
     assert sum(t.numel for t in specs) == 49_122_681_728
+    assert sum(t.nbytes for t in specs) == 98_245_528_576
+    fp32 = [t for t in specs if t.dtype == "F32"]
+    assert sum(t.numel for t in fp32) == 82_560 and {t.dtype for t in specs} == {"F32", "BF16"}
+    assert {t.name.split(".")[-1] for t in fp32} == {"A_log", "dt_bias"}
     assert VisionConfig.preset("kimi-linear-48b") is None
 
 
@@ -156,10 +196,6 @@ def test_lists_what_the_model_holds(c):
     assert sum(map(len, listed.values())) == len(dict(released_tensors(model)))
 
 
-def test_numbers_of_files():
-    assert sorted(shard_of(K3, part) for part, _ in text_parts(K3)) == list(range(1, 96))
-
-
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -176,6 +212,13 @@ def test_another_tower_is_refused(change, message):
     assert VisionConfig.from_dict(TOWER) == VisionConfig.preset("kimi-k3")
     with pytest.raises(ConfigError, match=message):
         VisionConfig.from_dict(TOWER | change)
+
+
+@pytest.mark.parametrize("raw", [[], 3, "moonvit"])
+def test_a_tower_that_is_no_object(tmp_path, raw):
+    (tmp_path / "config.json").write_text(json.dumps(LINEAR.to_dict() | {"vision_config": raw}))
+    with pytest.raises(ConfigError, match="vision_config: got .*, wanted an object"):
+        VisionConfig.from_json(tmp_path)
 
 
 def test_the_text_model_does_not_mind_the_tower():

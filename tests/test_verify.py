@@ -94,6 +94,17 @@ def test_one_file_without_an_index(whole, tmp_path):
     assert "model.safetensors: not a readable safetensors file" in problem
 
 
+def test_a_layer_that_is_nowhere(copied):
+    """Neither its file nor its names in the index: only then is each of its tensors called missing."""
+    (copied / FILES[1]).unlink()
+    assert conformance(copied, TINY).problems == [f"{FILES[1]}: no such file"]
+    change_index(copied, lambda i: i.update(weight_map={n: f for n, f in i["weight_map"].items() if f != FILES[1]}))
+    problems = conformance(copied, TINY).problems
+    assert (
+        len(problems) == 1 + 52 and "total_size" in problems[0] and all(p.endswith(": missing") for p in problems[1:])
+    )
+
+
 def test_plain_and_packed_are_different_layouts(whole):
     result = conformance(whole[0], tiny_config(packed=False))
     assert len(result.problems) == 48 + 24 and result.total.wanted == 102
@@ -105,7 +116,7 @@ def test_plain_and_packed_are_different_layouts(whole):
 def test_the_command(copied, capsys):
     assert main(["verify", str(copied)]) == 0
     out = capsys.readouterr().out
-    assert "total                 126      126             419,712  F32 U8           5" in out
+    assert "total                 126      126             419,712  F32 U8           4" in out
     assert out.endswith("as released: every name, shape, dtype and file\n")
 
     (copied / FILES[1]).unlink()

@@ -20,7 +20,7 @@ from tests.helpers import random_model
 
 TINY = K3Config.preset("k3-tiny")
 LAYER = "language_model.model.layers.1."
-FILES = [f"model-{i:05d}-of-000005.safetensors" for i in range(1, 6)]  # three layers, embedding, norm and head
+FILES = [f"model-{i:05d}-of-000004.safetensors" for i in range(1, 5)]  # three layers; embedding, norm and head
 
 
 def tiny_config(packed: bool = True, dtype: str = "float32") -> K3Config:
@@ -92,14 +92,19 @@ def _double_in_header(folder: Path) -> None:
 
 def _move_a_tensor(folder: Path) -> None:
     moved = {}
-    change_file(folder, FILES[4], lambda t: moved.update({"lm_head": t.pop("language_model.lm_head.weight")}))
-    change_file(folder, FILES[3], lambda t: t.update({"language_model.lm_head.weight": moved["lm_head"]}))
+    change_file(folder, FILES[3], lambda t: moved.update({"lm_head": t.pop("language_model.lm_head.weight")}))
+    change_file(folder, FILES[2], lambda t: t.update({"language_model.lm_head.weight": moved["lm_head"]}))
 
 
 def _shift_offsets(header: dict) -> None:
     for name, entry in header.items():
         if name != "__metadata__":
             entry["data_offsets"] = [place + 4 for place in entry["data_offsets"]]
+
+
+def _fractions(header: dict) -> None:
+    """64.0 == 64 for Python, not for a reader of the format."""
+    header[f"{LAYER}mlp_res_norm.weight"]["shape"] = [64.0]
 
 
 def _into_moe(name: str, t: Tensor) -> Callable[[dict[str, Tensor]], None]:
@@ -124,18 +129,19 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "whole numbers": (_change(1, _into_moe(GATE, torch.zeros(4, 64).int())), r"gate.weight: .*I32.*, wanted"),
     "codes that are floats": (_change(1, _into_moe(SCALE, torch.zeros(32, 1))), r"w1.weight_scale: .*F32.*, wanted .*(uint8|U8)"),
     "too few decay rates": (_change(1, lambda t: t.update({f"{LAYER}self_attn.A_log": torch.zeros(1)})), r"A_log: .*\(1,\), wanted"),
-    "doubled in another file": (_change(3, lambda t: t.update({"language_model.model.norm.weight": torch.zeros(64)})), r"model.norm.weight: twice, in model-00004.* and model-00005"),
+    "doubled in another file": (_change(2, lambda t: t.update({"language_model.model.norm.weight": torch.zeros(64)})), r"model.norm.weight: twice, in model-00003.* and model-00004"),
     "doubled in one header": (_double_in_header, r"model-00002.*: not a readable safetensors file \(.*: twice\)"),
     "one byte short": (_truncate(-1), r"model-00002.*: not a readable safetensors file \(its tensors need \d+ bytes, it has \d+\)"),
     "cut within the header": (_truncate(100), r"model-00002.*: not a readable safetensors file \(100 bytes, too short"),
     "empty": (_truncate(0), r"model-00002.*: not a readable safetensors file \(0 bytes"),
     "bytes after the end": (lambda folder: (folder / FILES[1]).write_bytes((folder / FILES[1]).read_bytes() + b"x"), r"model-00002.*: not a readable"),
     "offsets that leave a gap": (lambda folder: rewrite_header(folder / FILES[1], _shift_offsets), r"model-00002.*begins at byte 4, wanted 0"),
-    "no file": (lambda folder: (folder / FILES[1]).unlink(), r"model-00002-of-000005.safetensors: no such file"),
+    "a size that is no whole number": (lambda folder: rewrite_header(folder / FILES[1], _fractions), r"model-00002.*mlp_res_norm.weight: .*64.0.* describes no tensor"),
+    "no file": (lambda folder: (folder / FILES[1]).unlink(), r"model-00002-of-000004.safetensors: no such file"),
     "index names a file that lacks the tensor": (_index(lambda i: i["weight_map"].update({f"{LAYER}{GATE}": FILES[0]})), r"gate.weight: in the index, not in model-00001"),
-    "index says another file": (_move_a_tensor, r"lm_head.weight: in model-00004.*, the index says model-00005"),
-    "file that the index lacks": (lambda folder: save_file({"x": torch.zeros(1)}, folder / "model-00006-of-000005.safetensors"), r"model-00006-of-000005.safetensors: not in the index"),
-    "tensor that the index lacks": (_index(lambda i: i["weight_map"].pop("language_model.lm_head.weight")), r"lm_head.weight: in model-00005.*, not in the index"),
+    "index says another file": (_move_a_tensor, r"lm_head.weight: in model-00003.*, the index says model-00004"),
+    "file that the index lacks": (lambda folder: save_file({"x": torch.zeros(1)}, folder / "model-00005-of-000004.safetensors"), r"model-00005-of-000004.safetensors: not in the index"),
+    "tensor that the index lacks": (_index(lambda i: i["weight_map"].pop("language_model.lm_head.weight")), r"lm_head.weight: in model-00004.*, not in the index"),
     "total_size": (_index(lambda i: i["metadata"].update(total_size=419_711)), r"total_size 419711, the tensors are 419712 bytes"),
     "index that is none": (lambda folder: (folder / INDEX).write_text("[]"), r"index.json: not a safetensors index"),
     "index that leaves the folder": (_index(lambda i: i["weight_map"].update(x="../x.safetensors")), r"'../x.safetensors' is no file name"),

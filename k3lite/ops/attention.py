@@ -52,6 +52,10 @@ def _check(q, k, v, key_mask, cu_seqlens) -> None:
         raise ValueError(f"k: got shape {tuple(k.shape)}, wanted ({B}, L, {H}, {K}) with L of {T} or more")
     if v.dim() != 4 or tuple(v.shape[:3]) != (B, L, H):
         raise ValueError(f"v: got shape {tuple(v.shape)}, wanted ({B}, {L}, {H}, V)")
+    for name, x in {"q": q, "k": k, "v": v}.items():
+        if not x.is_floating_point() or (x.dtype, x.device) != (q.dtype, q.device):
+            wanted = f"{q.dtype} on {q.device}, as q is" if name != "q" else "floats"
+            raise ValueError(f"{name}: got {x.dtype} on {x.device}, wanted {wanted}")
     if key_mask is not None and (tuple(key_mask.shape) != (B, L) or key_mask.dtype != torch.bool):
         raise ValueError(f"key_mask: got {key_mask.dtype} {tuple(key_mask.shape)}, wanted bool ({B}, {L})")
     if cu_seqlens is not None:

@@ -46,8 +46,9 @@ def latent_attention(
     kv_b: [H,nope+V,rank], keys first.   key_mask: [B,L], False where a token is padding.
     cu_seqlens: starts of packed sequences, then B = 1 and L = T.
     A query that may see nothing (padding) gets zeros, with zero gradient.
-    Scores and softmax are fp32 (fp64 for fp64). Raises ValueError for shapes outside this contract.
+    Scores and softmax are fp32 (fp64 for fp64). Raises ValueError for shapes outside this contract, or mixed dtypes.
     """
+    _check(q, latents, kv_b, nope_dim)
     B, T, H, _ = q.shape
     L, rank = sum(x.shape[0] for x in latents[0]) if isinstance(latents, list) else latents.shape[1], kv_b.shape[-1]
     if L < T:
@@ -75,6 +76,25 @@ def latent_attention(
     if form == "absorbed":
         o = torch.einsum("bthr,hvr->bthv", o, upcast(W_v))
     return o.to(kv_b.dtype)
+
+
+def _check(q: Tensor, latents: Tensor | Pieces, kv_b: Tensor, nope_dim: int) -> None:
+    """Of pieces, those of the first sequence are looked at: the others come from the same cache."""
+    if q.dim() != 4 or not 0 <= nope_dim <= q.shape[-1] or not q.is_floating_point():
+        raise ValueError(
+            f"q: got {q.dtype} {tuple(q.shape)}, wanted floats [B, T, H, nope+rope] with nope = {nope_dim}"
+        )
+    H, rope = q.shape[2], q.shape[3] - nope_dim
+    if kv_b.dim() != 3 or kv_b.shape[0] != H or kv_b.shape[1] < nope_dim:
+        raise ValueError(f"kv_b: got shape {tuple(kv_b.shape)}, wanted ({H}, {nope_dim}+V, rank)")
+    width = kv_b.shape[2] + rope
+    given = latents[0] if isinstance(latents, list) else [latents]
+    for x in given:
+        if x.dim() != (2 if isinstance(latents, list) else 3) or x.shape[-1] != width:
+            raise ValueError(f"latents: got shape {tuple(x.shape)}, wanted rows of rank + rope = {width} numbers")
+    for name, x in (("kv_b", kv_b), *(("latents", x) for x in given)):
+        if (x.dtype, x.device) != (q.dtype, q.device):
+            raise ValueError(f"{name}: got {x.dtype} on {x.device}, wanted {q.dtype} on {q.device}, as q is")
 
 
 def join_pieces(pieces: Pieces) -> Tensor:

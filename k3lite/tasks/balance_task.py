@@ -149,13 +149,13 @@ def dead(loads: Sequence[float]) -> int:
     return sum(load < DEAD for load in loads)
 
 
-def balanced_from(busiest: Sequence[float], window: int = 10, limit: float = BALANCED) -> int | None:
-    """The first step from which the busiest expert, averaged over `window` steps, stays within `limit` to the end."""
+def balanced_from(busiest: Sequence[float], window: int = 10) -> int | None:
+    """The first step from which the busiest expert, averaged over `window` steps, stays within BALANCED to the end."""
     sums = [0.0]
     for value in busiest:
         sums.append(sums[-1] + value)
     means = [(sums[i + window] - sums[i]) / window for i in range(len(busiest) - window + 1)]
-    late = max((i + 1 for i, mean in enumerate(means) if mean > limit), default=0)
+    late = max((i + 1 for i, mean in enumerate(means) if mean > BALANCED), default=0)
     return late if late < len(means) else None
 
 

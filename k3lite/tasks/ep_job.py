@@ -81,9 +81,9 @@ def train_on(ranks: OneRank, job: Job, folder: Path, progress: bool = True) -> t
     return model, train(model, batch_at, job.recipe, folder=folder, progress=progress, ranks=ranks)
 
 
-def run_on_ranks(job: Job, ranks: Ranks, progress: bool = True) -> dict[str, Any]:
+def run_on_ranks(job: Job, ranks: Ranks) -> dict[str, Any]:
     """What all ranks do together: train, save the whole model, and send one batch more to look at the traffic."""
-    model, losses = train_on(ranks, job, job.out / "ranks", progress)
+    model, losses = train_on(ranks, job, job.out / "ranks")
     save_shared(model, job.out / "model", ranks)
     ids, _ = ranks.part(windows(haystack("train"), job.recipe, job.batch, job.length)(job.recipe.steps))
     with torch.no_grad():

@@ -138,13 +138,13 @@ def measure(
                 yield Record(name, length, depth, n, right_answers(model, batch).double().mean().item(), trials)
 
 
-def measure_control(model: K3ForCausalLM, length: int, trials: int, seed: int, name: str = "hybrid") -> Record:
+def measure_control(model: K3ForCausalLM, length: int, trials: int, seed: int) -> Record:
     """The same question about a key that was never hidden, one other needle being there: scores chance, or the
     test leaks. The depth of a needle that is not there is given as -1.
     """
     g = torch.Generator().manual_seed(cell_seed(seed, 0, length, 0))
     batch = make_batch(haystack("heldout"), trials, length, 1, g, control=True)
-    return Record(name, length, -1.0, 0, right_answers(model, batch).double().mean().item(), trials)
+    return Record("hybrid", length, -1.0, 0, right_answers(model, batch).double().mean().item(), trials)
 
 
 def cache_row(model: K3ForCausalLM, length: int) -> dict[str, int]:

@@ -43,9 +43,15 @@ ROUNDINGS: dict[str, tuple[Rounding, Rounding]] = {
 OURS = "MXFP4 weights, MXFP8 inputs"  # what K3 does to its routed experts
 
 
+def points() -> Tensor:
+    """[SIDE^2, 2]: x and y of every pixel, row by row, -1 to 1 from edge to edge."""
+    y, x = torch.meshgrid(*[torch.linspace(-1, 1, SIDE)] * 2, indexing="ij")
+    return torch.stack([x, y], -1).flatten(0, 1)
+
+
 def picture() -> Tensor:
     """[SIDE, SIDE] brightness from -1 to 1: rings, a chequerboard, a disc and a slope, one in each quarter."""
-    y, x = torch.meshgrid(*[torch.linspace(-1, 1, SIDE)] * 2, indexing="ij")
+    x, y = points().view(SIDE, SIDE, 2).unbind(-1)
     radius = ((x + 0.5) ** 2 + (y + 0.5) ** 2).sqrt()
     rings = (radius * 14 * math.pi).sin().sign()
     chequers = ((x * 8).floor() + (y * 8).floor()) % 2 * 2 - 1
@@ -94,12 +100,6 @@ class Fit:
     psnr: float
 
 
-def points() -> Tensor:
-    """[SIDE^2, 2]: the middle of every pixel, row by row."""
-    y, x = torch.meshgrid(*[torch.linspace(-1, 1, SIDE)] * 2, indexing="ij")
-    return torch.stack([x, y], -1).flatten(0, 1)
-
-
 def fit_picture(model: PictureMLP, steps: int, lr: float) -> None:
     """Train in place on the whole picture, with the rounding that the model has; cosine to zero."""
     where, wanted = points(), picture().flatten()
@@ -122,10 +122,10 @@ def as_shown(model: PictureMLP, rounding: str) -> Fit:
     return Fit(shown, float(10 * (4 / error).log10()))  # brightness has a range of 2
 
 
-def tuned(model: PictureMLP, rounding: str, steps: int = FINE_STEPS, lr: float = FINE_LR) -> PictureMLP:
+def tuned(model: PictureMLP, rounding: str, steps: int = FINE_STEPS) -> PictureMLP:
     """A copy that was trained on, with or without rounding."""
     other = PictureMLP(0)
     other.load_state_dict(model.state_dict())
     other.rounding = rounding
-    fit_picture(other, steps, lr)
+    fit_picture(other, steps, FINE_LR)
     return other

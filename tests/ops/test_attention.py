@@ -125,6 +125,15 @@ def test_wrong_shapes_are_named(change, message):
         causal_attention(**x)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("to, got", [(torch.long, "torch.int64 on cpu"), ("meta", "on meta")], ids=["whole", "meta"])
+def test_dtypes_and_devices_are_named(name, to, got):
+    given = dict(zip("qkv", inputs(1, 2, 5, 1, 3, 2), strict=True))
+    given[name] = given[name].to(to)
+    with pytest.raises(ValueError, match=f"[qkv]: got .*{got}|[kv]: got .*, wanted .*, as q is"):
+        causal_attention(**given)
+
+
 def test_packed_rows_have_no_past():
     q, k, v = inputs(1, 2, 5, 1, 3, 2)
     with pytest.raises(ValueError, match="k: got 5 keys for 2 packed queries"):

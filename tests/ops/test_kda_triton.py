@@ -12,7 +12,7 @@ import torch
 
 from k3lite.ops.kda import kda
 from tests.absent import absent
-from tests.helpers import assert_all_close, assert_close, dims, kda_inputs, outputs_and_gradients
+from tests.helpers import assert_all_close, assert_close, dims, kda_inputs, not_public, outputs_and_gradients
 
 try:
     import triton
@@ -188,13 +188,7 @@ def test_only_public_names_of_triton():
         if isinstance(n, (ast.Import, ast.ImportFrom)) and "triton" in ast.unparse(n)
     ]
     assert imported == ["import triton", "import triton.language as tl"]
-    used = {
-        (n.value.id, n.attr)
-        for n in ast.walk(tree)
-        if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id in ("triton", "tl")
-    }
-    public = {"triton": set(triton.__all__), "tl": set(tl.__all__)}
-    assert {(module, name) for module, name in used if name not in public[module]} == set()
+    assert not not_public(tree, triton=triton, tl=tl)
 
 
 COMPILE = """

@@ -295,3 +295,26 @@ def test_wrong_arguments(T, options, message):
     q, latents, kv_b = inputs(T, 9)
     with pytest.raises(ValueError, match=message):
         latent_attention(q, latents, kv_b, NOPE, **options)
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("q", lambda x: x[0], r"q: got torch.float\d+ \(.*\), wanted floats \[B, T, H, nope\+rope\]"),
+        ("q", lambda x: x.long(), "q: got torch.int64"),
+        ("q", lambda x: x[..., :-1], "latents: got shape .*, wanted rows of rank"),
+        ("q", lambda x: x[:, :, :-1], "kv_b: got shape"),
+        ("latents", lambda x: x[0], "latents: got shape"),
+        ("latents", lambda x: x[..., :-1], "latents: got shape"),
+        ("latents", lambda x: x.half(), "latents: got torch.float16 on cpu, wanted torch.float"),
+        ("kv_b", lambda x: x[0], "kv_b: got shape"),
+        ("kv_b", lambda x: x[:, :1], "kv_b: got shape"),
+        ("kv_b", lambda x: x.half(), "kv_b: got torch.float16"),
+        ("kv_b", lambda x: x.to("meta"), "kv_b: got torch.float.* on meta, wanted .* on cpu"),
+    ],
+)
+def test_shapes_dtypes_and_devices_are_named(name, change, message):
+    given = dict(zip(("q", "latents", "kv_b"), inputs(5, 9), strict=True))
+    given[name] = change(given[name])
+    with pytest.raises(ValueError, match=message):
+        latent_attention(**given, nope_dim=NOPE)

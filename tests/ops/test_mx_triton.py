@@ -13,7 +13,7 @@ import torch
 from k3lite.mx import pack_mxfp4, scale_values, unpack_mxfp4
 from k3lite.packed import packed_linear, packed_linear_naive
 from tests.absent import absent
-from tests.helpers import assert_close, dims
+from tests.helpers import assert_close, dims, not_public
 from tests.ops.test_kda_triton import python
 
 try:
@@ -93,14 +93,7 @@ def test_where_triton_is_not_installed_the_error_says_so():
 
 
 def test_only_public_names_of_triton():
-    tree = ast.parse(FILE.read_text())
-    used = {
-        (n.value.id, n.attr)
-        for n in ast.walk(tree)
-        if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id in ("triton", "tl")
-    }
-    public = {"triton": set(triton.__all__), "tl": set(tl.__all__)}
-    assert {(module, name) for module, name in used if name not in public[module]} == set()
+    assert not not_public(ast.parse(FILE.read_text()), triton=triton, tl=tl)
 
 
 COMPILE = """

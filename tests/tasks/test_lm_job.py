@@ -9,24 +9,19 @@ import torch
 from k3lite.checkpoint import CheckpointError, load_model
 from k3lite.packed import PackedExperts
 from k3lite.qat import rounding_of
-from k3lite.tasks import lm, lm_job, lm_watch
+from k3lite.tasks import lm, lm_job
 from k3lite.tasks.lm import Preset, lm_config, stage_recipe
 from k3lite.tasks.lm_job import HISTORY, Job, run, run_ablations, text_card, text_table, train_stages
 from k3lite.tasks.lm_watch import Monitor, held_out, loads, needle_recall, norms, validation
 from k3lite.train import train
+from tests.small_lm import shrink
 
 PRESET = Preset(text=3, recall=2)
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Few bytes a step, short exams, two layers: what is tested is the job."""
-    torch.set_num_threads(1)
-    monkeypatch.setattr(lm, "TOKENS_PER_STEP", 1024)
-    for name, value in (("EXAM_ROWS", 2), ("RECALL_LENGTHS", (128, 256)), ("RECALL_DOCUMENTS", 2)):
-        monkeypatch.setattr(lm_job, name, value)
-    for name in ("WATCH_ROWS", "WATCH_DOCUMENTS"):
-        monkeypatch.setattr(lm_watch, name, 2)
+    shrink(monkeypatch)
 
 
 @pytest.fixture
