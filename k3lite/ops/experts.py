@@ -36,10 +36,13 @@ def grouped_experts(
     w1 (gate), w3 (up): [E,I,D].   w2 (down): [E,D,I].   act(gate, up): the gated activation.
     Products run in z's dtype, the weighted sum in fp32 (k3-architecture §2.4).
     Time and bytes follow the experts that somebody chose, not E; only the gradients of w1, w3, w2 are as large as they.
+    Raises ValueError for other shapes or dtypes and for an expert that is not there.
     """
+    _check(z, experts, weights, w1, w3, w2)
     if len(z) == 1 and not torch.is_grad_enabled():
         return _one_token(z, experts, weights, w1, w3, w2, act)
     groups, order = _grouped(experts)
+    _check_ids([e for e, _ in groups], len(w1))
     x = z[order // experts.shape[1]]
     hidden = act(GroupedProduct.apply(x, w1, groups), GroupedProduct.apply(x, w3, groups))
     return _weighted(GroupedProduct.apply(hidden, w2, groups), order, weights).to(z.dtype)
@@ -48,9 +51,32 @@ def grouped_experts(
 def _one_token(z, experts, weights, w1, w3, w2, act) -> Tensor:
     """`grouped_experts` where there is nothing to group, as while decoding: sorting would take as long as the products."""
     chosen = experts[0].tolist()
+    _check_ids(chosen, len(w1))
     gate, up = (torch.cat([F.linear(z, w[e]) for e in chosen]) for w in (w1, w3))
     out = torch.cat([F.linear(x, w2[e]) for e, x in zip(chosen, act(gate, up).split(1), strict=True)])
     return (weights.unsqueeze(-1) * upcast(out)).sum(1).to(z.dtype)
+
+
+def _check(z: Tensor, experts: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) -> None:
+    if w1.dim() != 3 or experts.dim() != 2:
+        raise ValueError(f"w1, experts: got shapes {tuple(w1.shape)}, {tuple(experts.shape)}, wanted [E,I,D] and [N,k]")
+    (E, width, D), (N, k) = w1.shape, experts.shape
+    given = {"z": (z, (N, D)), "weights": (weights, (N, k)), "w3": (w3, (E, width, D)), "w2": (w2, (E, D, width))}
+    for name, (x, shape) in given.items():
+        if x.shape != shape:
+            raise ValueError(
+                f"{name}: got shape {tuple(x.shape)}, wanted {shape} beside w1 {tuple(w1.shape)} and experts {(N, k)}"
+            )
+    if experts.is_floating_point() or experts.dtype == torch.bool:
+        raise ValueError(f"experts: got {experts.dtype}, wanted whole numbers")
+    for name, w in {"w1": w1, "w3": w3, "w2": w2}.items():
+        if w.dtype != z.dtype:
+            raise ValueError(f"{name}: got {w.dtype}, wanted {z.dtype} as z")
+
+
+def _check_ids(ids: list[int], experts: int) -> None:
+    if ids and not 0 <= min(ids) <= max(ids) < experts:
+        raise ValueError(f"experts: got ids from {min(ids)} to {max(ids)}, wanted 0 to {experts - 1}")
 
 
 def by_expert(z: Tensor, experts: Tensor, weights: Tensor, run: Callable[[int, Tensor], Tensor]) -> Tensor:

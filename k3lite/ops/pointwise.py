@@ -44,12 +44,17 @@ def short_conv(
 
     x: [B,T,D].   weight: [D,1,W].   window: [B,W-1,D], the inputs before x (zeros by default).
     cu_seqlens: starts of packed sequences (see `ops.kda.kda`): nothing is read across them.
-    Returns y [B,T,D] and the window for the next call. Source: k3-architecture §2.3.
+    Returns y [B,T,D] and the window for the next call. Source: k3-architecture §2.3. Raises ValueError for other shapes.
     """
-    B, T, D = x.shape
-    W = weight.shape[-1]
+    if x.dim() != 3 or weight.dim() != 3 or weight.shape[:2] != (x.shape[2], 1):
+        raise ValueError(
+            f"x, weight: got shapes {tuple(x.shape)}, {tuple(weight.shape)}, wanted [B,T,D] and [D,1,W] of one D"
+        )
+    (B, T, D), W = x.shape, weight.shape[2]
     if window is None:
         window = x.new_zeros(B, W - 1, D)
+    elif window.shape != (B, W - 1, D):
+        raise ValueError(f"window: got shape {tuple(window.shape)}, wanted {(B, W - 1, D)}")
     inputs = torch.cat([window, x], dim=1)
     if T == 1 and cu_seqlens is None:  # the loop below in one product: a third of its time while decoding
         y = (inputs * weight[:, 0].T).sum(1, keepdim=True)

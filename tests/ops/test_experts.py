@@ -111,3 +111,26 @@ def test_experts_that_nobody_chose_are_not_read():
         results.append([out, *torch.autograd.grad(out.sum(), [z, *leaves])])
     for clean, poisoned in zip(*results, strict=True):
         assert torch.equal(clean, poisoned)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])  # one token takes another way
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"z": randn(2, 7)}, r"z: got shape \(2, 7\), wanted \(\d, 6\)"),
+        ({"weights": randn(3, 1)}, r"weights: got shape \(3, 1\), wanted \(\d, 2\)"),
+        ({"w3": randn(4, 6, 5)}, r"w3: got shape \(4, 6, 5\), wanted \(4, 5, 6\)"),
+        ({"w2": randn(3, 6, 5)}, r"w2: got shape \(3, 6, 5\), wanted \(4, 6, 5\)"),
+        ({"w1": randn(5, 6)}, r"w1, experts: got shapes \(5, 6\)"),
+        ({"w1": randn(4, 5, 6).float()}, "w1: got torch.float32, wanted torch.float64 as z"),
+        ({"experts": 0.0}, "experts: got torch.float32, wanted whole numbers"),
+        ({"experts": 4}, "experts: got ids from 4 to 4, wanted 0 to 3"),
+        ({"experts": -1}, "experts: got ids from -1 to -1, wanted 0 to 3"),
+    ],
+)
+def test_what_does_not_fit_is_one_error(tokens, wrong, message):
+    experts = torch.full((tokens, 2), wrong["experts"]) if "experts" in wrong else torch.tensor([[0, 3]] * tokens)
+    given = {"z": randn(tokens, 6), "experts": experts, "weights": randn(tokens, 2)}
+    given |= {"w1": randn(4, 5, 6), "w3": randn(4, 5, 6), "w2": randn(4, 6, 5)}
+    with torch.no_grad(), pytest.raises(ValueError, match=message):
+        grouped_experts(**given | {n: x for n, x in wrong.items() if n != "experts"}, act=swiglu)

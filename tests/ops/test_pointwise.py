@@ -124,3 +124,18 @@ def test_places_in_packed_sequences():
     starts = torch.tensor([0, 3, 3, 5])
     assert sequence_of_token(starts, 5).tolist() == [0, 0, 0, 2, 2]
     assert position_in_sequence(starts, 5).tolist() == [0, 1, 2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "shapes, message",
+    [
+        (((2, 5), (4, 1, 3), None), r"x, weight: got shapes \(2, 5\), \(4, 1, 3\)"),
+        (((1, 2, 5), (4, 1, 3), None), r"x, weight: got shapes \(1, 2, 5\), \(4, 1, 3\)"),
+        (((1, 2, 4), (4, 3), None), r"x, weight: got shapes .*wanted \[B,T,D\] and \[D,1,W\]"),
+        (((1, 2, 4), (4, 1, 3), (1, 3, 4)), r"window: got shape \(1, 3, 4\), wanted \(1, 2, 4\)"),
+    ],
+)
+def test_short_conv_refuses_other_shapes(shapes, message):
+    x, weight, window = (torch.zeros(shape) if shape else None for shape in shapes)
+    with pytest.raises(ValueError, match=message):
+        short_conv(x, weight, window)
