@@ -73,7 +73,7 @@ class PagePool:
         """Hold `count` free pages, in rising order. Raises PoolFull, and takes none, if a fixed pool has fewer."""
         if count > self.free:
             if self.limit is not None:
-                raise PoolFull(f"{count} pages wanted, {self.free} of {self.pages} free")
+                raise PoolFull(f"{count} wanted, {self.free} of {self.pages} free")
             self._grow(count - self.free)
         taken = [heapq.heappop(self._free) for _ in range(count)]
         self.hold(taken)

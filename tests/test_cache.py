@@ -286,7 +286,7 @@ def test_a_full_pool_leaves_the_cache_as_it_was():
     feed(model, ids[:, :10], cache)
     before = list(contents(cache))
     mask = torch.ones(1, 7)
-    with pytest.raises(PoolFull, match=r"1 pages wanted, 0 of 2 free \(for 1 x 7 more tokens after 10, pages of 8\)"):
+    with pytest.raises(PoolFull, match=r"pages: 1 wanted, 0 of 2 free \(for 1 x 7 more tokens after 10, pages of 8\)"):
         model(ids[:, 10:17], cache=cache, attention_mask=mask)
     assert same(contents(cache), before) and cache.mask is None
     assert_close("what fits", feed(model, ids[:, 10:16], cache), feed(model, ids[:, :16], None)[:, 10:], 1e-10)
@@ -301,7 +301,7 @@ def test_a_snapshot_in_a_full_pool_is_the_price_of_copy_on_write():
     cache = model.new_cache(1, pages=2, page_size=8)
     feed(model, tokens(1, 12), cache)
     snapshot = cache.copy()
-    with pytest.raises(PoolFull, match="1 pages wanted"):
+    with pytest.raises(PoolFull, match="pages: 1 wanted"):
         feed(model, tokens(1, 1), cache)
     del snapshot
     feed(model, tokens(1, 4), cache)

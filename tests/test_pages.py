@@ -131,12 +131,12 @@ def test_a_full_page_is_never_copied():
 def test_a_full_pool_says_what_is_missing_and_changes_nothing():
     pool = pool_of(pages=4)
     table, other = Written(pool, 2).grow(6), None
-    with pytest.raises(PoolFull, match=r"2 pages wanted, 0 of 4 free \(for 2 x 3 more tokens after 6, pages of 4\)"):
+    with pytest.raises(PoolFull, match=r"pages: 2 wanted, 0 of 4 free \(for 2 x 3 more tokens after 6, pages of 4\)"):
         table.reserve(3)
     assert table.tokens == 6 and table.table.shape == (2, 2)
     table.grow(2).check()  # what fits still fits
     other = table.choose([0])
-    with pytest.raises(PoolFull, match=r"1 pages wanted.*This cache holds 2 pages.*snapshots 2 more; free\(\)"):
+    with pytest.raises(PoolFull, match=r"pages: 1 wanted.*This cache holds 2 pages.*snapshots 2 more; free\(\)"):
         other.reserve(1)
     other.check(), table.check()
     holders_are_counted(pool, table, other)
