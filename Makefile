@@ -7,6 +7,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Also for the kernels of JupyterLab, which load torch before k3lite (see k3lite/__init__.py).
 export GOMP_SPINCOUNT ?= 10000
 
+# The part of JupyterLab that asks on its first start for leave to fetch news, and looks for newer versions.
+ANNOUNCEMENTS := @jupyterlab/apputils-extension:announcements
+PIP_FAILED := k3lite: the installation stopped, see above; it needs the network (or pip's cache) and some GB of disk. \
+  The same command goes on from there
+
 .PHONY: help lab book apps pictures mutants needle ep test lint bench notebooks clean
 
 help:
@@ -33,23 +38,25 @@ $(VENV)/.python:
 
 $(VENV)/.course: $(VENV)/.python pyproject.toml constraints.txt
 	@echo "k3lite: installing the course's packages at pinned versions (a few minutes the first time)"
-	@$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[course]'
+	@$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[course]' || { echo "$(PIP_FAILED)"; exit 1; }
+	@$(BIN)/jupyter labextension disable --level=sys_prefix $(ANNOUNCEMENTS) 2>$(VENV)/.quiet || { cat $(VENV)/.quiet; exit 1; }
 	@touch $@
 
 $(VENV)/.site: $(VENV)/.course
 	@echo "k3lite: installing what the site and the apps need"
-	@$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[course,site]'
+	@$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[course,site]' || { echo "$(PIP_FAILED)"; exit 1; }
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.course tests/oracles/requirements.txt
 	@echo "k3lite: installing the test tools and the independent implementations that the tests compare with"
-	@$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[course,site,test]'
-	@$(BIN)/pip install --quiet --no-deps --requirement tests/oracles/requirements.txt
+	@$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[course,site,test]' || { echo "$(PIP_FAILED)"; exit 1; }
+	@$(BIN)/pip install --quiet --no-deps --requirement tests/oracles/requirements.txt || { echo "$(PIP_FAILED)"; exit 1; }
 	@touch $@
 
 lab: $(VENV)/.course
 	@echo "k3lite: opening JupyterLab on notebooks/00_start_here.ipynb (Ctrl-C ends it)"
-	@$(BIN)/jupyter lab notebooks/00_start_here.ipynb $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS)
+	@$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb \
+	  $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS)
 
 book: $(VENV)/.site
 	@$(BIN)/python -m book.build $(ARGS)

@@ -11,6 +11,7 @@ import argparse
 import html
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -89,10 +90,12 @@ def contents(pages: dict[str, render.Rendered], explorers: list) -> str:
 
 
 def opening(page: render.Rendered) -> str:
-    """The question under a chapter's title: its first text, up to the first mark that ends a sentence."""
+    """The question under a chapter's title, which is in bold type; without one, the first sentence of the page."""
+    first = re.match(r"\s*<section[^>]*>\s*<h1.*?</h1>\s*<p>(?:<strong>(.*?)</strong>)?", page.body, flags=re.DOTALL)
+    if first and first[1]:
+        return render.plain(first[1])
     text = page.sections[0][2]
-    ends = [text.find(mark) for mark in "?." if mark in text]
-    return text[: min(ends) + 1] if ends else text
+    return re.split(r"(?<=[.?]) ", text, maxsplit=1)[0]
 
 
 def copy(folder: Path, root: Path, linked: set[str]) -> None:

@@ -24,16 +24,35 @@ class Entry:
 
     @property
     def title(self) -> str:
-        return self.name.removesuffix("_explorer").replace("_", " ").capitalize()
+        return title(self.name)
 
     @property
     def picture(self) -> Path:
         return PICTURES / f"{self.name}.png"
 
 
+def title(module: str) -> str:
+    """What an explorer is called in headings and galleries: `state_capacity` is "State capacity", `mx_explorer` "MX"."""
+    name = module.removesuffix("_explorer").replace("_", " ")
+    return name.upper() if len(name) == 2 else name.capitalize()
+
+
 def chapters(folder: Path = NOTEBOOKS) -> list[Path]:
-    """The notebooks in reading order; the glossary, which has no number, comes last."""
-    return sorted(folder.glob("[0-9]*.ipynb")) + sorted(folder.glob("[!0-9]*.ipynb"))
+    """The notebooks in reading order: from the first one along their own links behind "Next:" (10a comes before 10),
+    then those to which no such link leads, which is the glossary."""
+    found = sorted(folder.glob("*.ipynb"))
+    order = found[:1]
+    while (after := next_of(order[-1]) if order else None) in found and after not in order:
+        order.append(after)
+    return order + [path for path in found if path not in order]
+
+
+def next_of(notebook: Path) -> Path | None:
+    """The notebook behind the first link after "Next:", which stands in the last cell of a chapter."""
+    for cell in reversed(json.loads(notebook.read_text())["cells"]):
+        if link := re.search(r"Next: \[[^]]*\]\(([^)]+\.ipynb)\)", "".join(cell["source"])):
+            return notebook.with_name(link[1])
+    return None
 
 
 def entries(root: Path = ROOT) -> list[Entry]:
@@ -47,9 +66,7 @@ def entries(root: Path = ROOT) -> list[Entry]:
         for path in sorted((root / "widgets").glob("*.py"))
         if any(isinstance(n, ast.FunctionDef) and n.name == "explorer" for n in ast.parse(path.read_text()).body)
     ]
-    return sorted(
-        found, key=lambda e: (e.chapter is None, e.chapter or "", list(shown).index(e.name) if e.chapter else 0)
-    )
+    return sorted(found, key=lambda e: list(shown).index(e.name) if e.chapter else len(shown))
 
 
 def about(path: Path) -> str:

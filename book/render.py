@@ -18,7 +18,7 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
-from book.explorers import PICTURES, by_cell
+from book.explorers import PICTURES, by_cell, title
 
 PLOTLY = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -38,6 +38,10 @@ class Rendered:
 
 class Mathed(IPythonRenderer):
     """nbconvert's renderer, with formulas as MathML in place of TeX for a MathJax that is not there."""
+
+    def block_code(self, code: str, info: str | None = None) -> str:
+        # source on show looks like the code of a cell
+        return super().block_code(code, info).replace('<div class="highlight">', '<div class="code">', 1)
 
     def inline_math(self, body: str) -> str:
         return mathml(body, "inline")
@@ -116,13 +120,13 @@ def output(stored: dict, explorer: str | None, out: Rendered, pictures: Path) ->
 def figure(stored: dict) -> str:
     """A plotly figure as its JSON, in an element that says its title where it cannot be seen."""
     layout = stored.get("layout", {})
-    title = re.sub(r"<br>", " ", str((layout.get("title") or {}).get("text", "figure")))
-    title = html.escape(re.sub(r"<[^>]+>", "", title), quote=True)
+    said = re.sub(r"<br>", " ", str((layout.get("title") or {}).get("text", "figure")))
+    said = html.escape(re.sub(r"<[^>]+>", "", said), quote=True)
     # "</" could end the script element early
     text = json.dumps({"data": stored["data"], "layout": layout}).replace("</", "<\\/")
     height = int(layout.get("height", 450))
     return (
-        f'<div class="figure" role="img" aria-label="{title}" style="min-height:{height}px">'
+        f'<div class="figure" role="img" aria-label="{said}" style="min-height:{height}px">'
         f'<script type="application/json">{text}</script></div>'
     )
 
@@ -133,7 +137,7 @@ def picture(module: str | None, pictures: Path) -> str:
         raise ValueError("shows an explorer, and no import of the notebook names a module of widgets/")
     if not (pictures / f"{module}.png").exists():
         raise ValueError(f"no picture of the explorer {module}; `make pictures` takes one")
-    name = module.removesuffix("_explorer").replace("_", " ")
+    name = title(module)
     return (
         f'<figure class="explorer"><img src="explorers/{module}.png" alt="Picture of the {name} explorer" loading="lazy">'
         f"<figcaption>A picture of the {name} explorer: its controls need Python. Move them with <code>make apps</code> "

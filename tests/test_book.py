@@ -130,6 +130,34 @@ def test_a_build_that_fails_leaves_the_old_site(site, tmp_path, monkeypatch):
     assert (folder / "index.html").exists() and [p.name for p in tmp_path.iterdir()] == ["book"]
 
 
+def test_pages_are_in_the_order_of_the_notebooks_own_links(site):
+    """As "Next:" at the end of each says: 10a is read before 10. The glossary, to which none leads, is the last."""
+    order = [p.stem for p in chapters()]
+    assert set(order) == {p.stem for p in NOTEBOOKS.glob("*.ipynb")}
+    assert order[0] == "00_start_here" and order[-3:] == ["10_k3_assembled", "10b_what_a_claim_is_worth", "glossary"]
+    assert order.index("10a_precision") + 1 == order.index("10_k3_assembled")
+    for here, after in zip(order, order[1:], strict=False):
+        assert f'rel="next" href="{after}.html"' in (site / f"{here}.html").read_text()
+
+
+def test_chapters_end_where_links_lead_in_a_circle_or_nowhere(tmp_path):
+    for name, after in (("00_a", "02_c"), ("01_b", "no_such"), ("02_c", "00_a")):
+        (tmp_path / f"{name}.ipynb").write_text(json.dumps({"cells": [text(f"Next: [x]({after}.ipynb)")]}))
+    assert [p.stem for p in chapters(tmp_path)] == ["00_a", "02_c", "01_b"]
+    assert chapters(tmp_path / "none") == []
+
+
+def test_the_first_page_asks_each_chapter_s_whole_question(site):
+    words = render.plain((site / "index.html").read_text())
+    for path in chapters()[:-1]:
+        bold = "".join(json.loads(path.read_text())["cells"][0]["source"]).split("**")[1]
+        assert " ".join(bold.split()) in words, path.name
+
+
+def test_source_on_show_is_coloured_like_code():
+    assert '<div class="code">' in render.markdown("```python\ndef f(): pass\n```")
+
+
 def test_explorers_are_found_in_every_form_of_import():
     cells = [
         code("from widgets.decay import compute, explorer\nexplorer(layer=2)"),

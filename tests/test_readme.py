@@ -121,3 +121,43 @@ def test_speeds_are_those_of_the_stored_rows():
 )
 def test_figures_are_what_the_budget_says(figure):
     assert figure in README
+
+
+# ---- CONTRIBUTING.md
+
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
+TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)#]+)\)", GUIDE))))
+def test_links_of_the_guide_lead_somewhere(target):
+    assert (ROOT / target).exists()
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(set(re.findall(r"(?<![\w/.])((?:\.ci|book|data|docs|k3lite|notebooks|tests|widgets)/[\w./]*)", GUIDE))),
+)
+def test_files_that_the_guide_names_exist(path):
+    """NAME and X stand for what the reader makes."""
+    assert "NAME" in path or "/X." in path or (ROOT / path.rstrip(".")).exists()
+
+
+@pytest.mark.parametrize("text", [README, GUIDE], ids=["README", "CONTRIBUTING"])
+def test_make_targets_exist(text):
+    commands = "\n".join(re.findall(r"`[^`\n]+`|^make .*", text, re.MULTILINE))
+    named = set(re.findall(r"\bmake (?:[A-Z]+=\S+ )?([a-z]+)", commands))
+    assert len(named) > 3 and named <= TARGETS
+
+
+def test_names_that_the_guide_gives_are_in_the_code():
+    for name, file in {
+        "ORDER": "tests/test_house.py",
+        "write_atomically": "k3lite/checkpoint.py",
+        "MUTANTS": "tests/mutants.py",
+        "kda_recurrent": "k3lite/ops/kda.py",
+        "Backend": "k3lite/ops/kda.py",
+        "_check": "k3lite/ops/kda.py",
+        "source": "notebooks/course.py",
+    }.items():
+        assert f"`{name}" in GUIDE and re.search(rf"^(?:def )?{name}\b", (ROOT / file).read_text(), re.MULTILINE)

@@ -51,6 +51,9 @@ def explorer_pictures(browser: Browser, names: list[str], scratch: Path) -> None
             box = lab.page.locator(".jp-OutputArea-output .k3lite-explorer").first
             box.locator(".main-svg").first.wait_for()
             box.evaluate("box => { box.style.width = 'fit-content'; }")  # no empty space on the right
+            box.evaluate(
+                "box => box.querySelectorAll('.modebar').forEach(m => m.remove())"
+            )  # where the mouse happens to be
             write(PICTURES / f"{name}.png", small(box.screenshot()))
             context.close()
             server.end_kernels()
