@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left: nothing more to say
         return 1
     except OSError as e:
-        return _fail(f"{e.filename2 or e.filename or 'files'}: {e.strerror or e}")
+        return _fail(f"{e.filename2 or e.filename or 'output'}: {e.strerror or e}")
     except SafetensorError as e:  # how safetensors reports a disk that is full
         return _fail(f"weights could not be written or read: {e}")
     except (ValueError, parallel.RankError) as e:

@@ -26,3 +26,9 @@ def test_an_entry_leads_to_a_chapter_and_to_names_that_are_there(head):
         thing = importlib.import_module(module)
         for part in f"k3lite.{name}".removeprefix(f"{module}.").split("."):
             thing = getattr(thing, part)
+
+
+def test_every_entry_is_linked_from_a_chapter():
+    text = "".join(path.read_text() for path in NOTEBOOKS.glob("[0-9]*.ipynb"))
+    linked = set(re.findall(r"glossary\.ipynb#([^)\s\\\"]+)", text))
+    assert {head.replace(" ", "-") for head in ENTRIES} == linked

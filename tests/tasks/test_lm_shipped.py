@@ -8,8 +8,8 @@ import torch
 from k3lite.budget import parameters
 from k3lite.checkpoint import load_model
 from k3lite.packed import PackedExperts
-from k3lite.tasks.lm import PRESETS, lm_config, lm_model
-from k3lite.tasks.lm_job import TASK, Job
+from k3lite.tasks.lm import ABLATIONS, PRESETS, lm_config, lm_model
+from k3lite.tasks.lm_job import ABLATION_PRESET, TASK, Job
 from k3lite.tasks.lm_watch import held_out, needle_recall, validation
 from k3lite.tasks.text import DATA
 from k3lite.tasks.trained import read_card
@@ -51,3 +51,10 @@ def test_its_history_ends_where_its_card_says(shipped):
     assert history[-1]["step"] == sum(card["steps"].values()) and history[-1]["stage"] == "recall"
     # The last record is of 16 rows before packing, the card's figure of 256 after it.
     assert history[-1]["validation"] == pytest.approx(card["measured"]["nats_per_byte"], abs=0.1)
+
+
+def test_its_table_has_every_ablation_with_three_seeds_and_one_recipe():
+    table = json.loads((FOLDER / "ablations.json").read_text())
+    assert table["complete"] and table["preset"] == vars(ABLATION_PRESET)
+    found = [(m["ablation"], m["seed"]) for m in table["models"]]
+    assert sorted(found) == sorted((name, seed) for name in ("whole", *ABLATIONS) for seed in range(3))
