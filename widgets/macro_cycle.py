@@ -38,7 +38,7 @@ NAMES = {
 class Row:
     """One sub-layer, or one half of a mixture of experts. Of one layer and one sequence."""
 
-    layer: int  # counted from 1
+    layer: int  # counted from 0, as in the released names
     kind: str  # a key of NAMES
     parameters: int
     met: int  # parameters that a token meets
@@ -71,9 +71,9 @@ class Cycle:
 
 
 def cycles(c: K3Config) -> tuple[tuple[int, ...], ...]:
-    """Layers of each cycle, from 1: up to an MLA layer and with it. Layers behind the last MLA layer are one more."""
+    """Layers of each cycle, counted from 0: up to an MLA layer and with it. Layers behind the last MLA layer are one more."""
     found, open_ = [], []
-    for layer, kind in enumerate(c.layer_kinds, 1):
+    for layer, kind in enumerate(c.layer_kinds):
         open_.append(layer)
         if kind == "mla":
             found.append(tuple(open_))
@@ -92,7 +92,7 @@ def compute(c: K3Config, cycle: int = 2, tokens: int = 131_072) -> Cycle:
     reads = sources_per_read(c.num_hidden_layers, c.attn_res_block_size) if c.attn_res_block_size else None
     rows = []
     for layer in every[cycle - 1]:
-        first, second = reads[2 * layer - 2 : 2 * layer] if reads else (None, None)
+        first, second = reads[2 * layer : 2 * layer + 2] if reads else (None, None)
         rows += [*_read(c, layer, first), _attention(c, layer, tokens)]
         rows += [*_read(c, layer, second), *_feed_forward(c, layer)]
     return Cycle(cycle, len(every), tokens, tuple(rows))
@@ -107,7 +107,7 @@ def _read(c: K3Config, layer: int, sources: int | None) -> list[Row]:
 
 
 def _attention(c: K3Config, layer: int, tokens: int) -> Row:
-    kind, width = c.layer_kinds[layer - 1], WIDTHS[c.dtype]
+    kind, width = c.layer_kinds[layer], WIDTHS[c.dtype]
     of_kind, kept = budget.parameters(c)[kind], budget.cache_bytes(c, 1, 1, width // 8)
     layers = c.num_kda_layers if kind == "kda" else c.num_mla_layers
     n = of_kind // layers + c.hidden_size
@@ -120,7 +120,7 @@ def _attention(c: K3Config, layer: int, tokens: int) -> Row:
 
 def _feed_forward(c: K3Config, layer: int) -> list[Row]:
     parts, d, width = budget.parameters(c), c.hidden_size, WIDTHS[c.dtype]
-    if not c.is_moe_layer(layer - 1):
+    if not c.is_moe_layer(layer):
         n = parts["dense_mlp"] // (c.num_hidden_layers - c.num_moe_layers) + d
         return [Row(layer, "dense", n, n, width, 0, 0, 2 * n)]
     n = sum(parts[part] for part in ("router", "latent", "shared_experts")) // c.num_moe_layers + d

@@ -22,17 +22,17 @@ CONFIGS = {name: K3Config.preset(name) for name in presets()} | {
 
 def test_cycles_of_k3():
     every = cycles(K3)
-    assert len(every) == 24 and every[0] == (1, 2, 3, 4) and every[22] == (89, 90, 91, 92) and every[23] == (93,)
-    assert cycles(K3Config.preset("kimi-linear-48b"))[-1] == (25, 26, 27)
+    assert len(every) == 24 and every[0] == (0, 1, 2, 3) and every[22] == (88, 89, 90, 91) and every[23] == (92,)
+    assert cycles(K3Config.preset("kimi-linear-48b"))[-1] == (24, 25, 26)
     kda = dataclasses.replace(K3.linear_attn_config, kda_layers=tuple(range(2, 94)), full_attn_layers=(1,))
-    assert cycles(dataclasses.replace(K3, linear_attn_config=kda))[-1] == tuple(range(2, 94))
+    assert cycles(dataclasses.replace(K3, linear_attn_config=kda))[-1] == tuple(range(1, 93))
 
 
 def test_the_second_cycle_of_k3():
     rows = compute(K3, 2, 131_072).rows
     kinds = [row.kind for row in rows]
     assert kinds == ["read", "kda", "read", "moe", "experts"] * 3 + ["read", "mla", "read", "moe", "experts"]
-    assert [row.layer for row in rows] == [5] * 5 + [6] * 5 + [7] * 5 + [8] * 5
+    assert [row.layer for row in rows] == [4] * 5 + [5] * 5 + [6] * 5 + [7] * 5
     kda, mla, experts, read = rows[1], rows[16], rows[4], rows[0]
     assert (kda.parameters, kda.token_bytes, kda.fixed_bytes) == (443_740_384 + 7168, 0, 6 * 2**20 + 221_184)
     assert kda.flops == 2 * kda.parameters + 7 * 96 * 128**2
@@ -91,15 +91,15 @@ def test_nonsense_is_named(values, message):
 
 def test_words():
     text = describe(compute(K3, 2)).splitlines()
-    assert text[0] == "Cycle 2 of 24, layers 5 to 8, one token after 131,072 others:" and len(text) == 21
-    assert text[1] == "layer 5: AttnRes read of 2 depths; 14.34k parameters, 16 bits each; keeps nothing; 57.34 kFLOP"
-    assert text[2] == "layer 5: KDA; 443.7M parameters, 16 bits each; keeps 6.211 MiB, always; 898.5 MFLOP"
+    assert text[0] == "Cycle 2 of 24, layers 4 to 7, one token after 131,072 others:" and len(text) == 21
+    assert text[1] == "layer 4: AttnRes read of 2 depths; 14.34k parameters, 16 bits each; keeps nothing; 57.34 kFLOP"
+    assert text[2] == "layer 4: KDA; 443.7M parameters, 16 bits each; keeps 6.211 MiB, always; 898.5 MFLOP"
     assert text[5] == (
-        "layer 5: routed experts; 29.6B parameters of which a token meets 528.5M, 4.25 bits each; keeps nothing; 1.057 GFLOP"
+        "layer 4: routed experts; 29.6B parameters of which a token meets 528.5M, 4.25 bits each; keeps nothing; 1.057 GFLOP"
     )
-    assert "layer 8: gated MLA; 232.2M parameters, 16 bits each; keeps 1,152 B a token; 27.85 GFLOP" in text
-    assert describe(compute(K3, 24)).startswith("Cycle 24 of 24, layer 93,")
-    assert "layer 1: dense MLP" in describe(compute(K3, 1))
+    assert "layer 7: gated MLA; 232.2M parameters, 16 bits each; keeps 1,152 B a token; 27.85 GFLOP" in text
+    assert describe(compute(K3, 24)).startswith("Cycle 24 of 24, layer 92,")
+    assert "layer 0: dense MLP" in describe(compute(K3, 1))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
