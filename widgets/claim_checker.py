@@ -119,7 +119,8 @@ def figure(c: Checked) -> go.Figure:
         "line": {"color": common.ORANGE, "width": 4}, "fillcolor": "rgba(0,0,0,0)",
     }  # fmt: skip
     axes = {
-        "xaxis": common.axis("claim", columns, [x.id for x in c.claims], tickangle=-45, showgrid=False),
+        "xaxis": common.axis("", columns, [x.id for x in c.claims], tickangle=-45, showgrid=False)
+        | {"title": {"text": "claim", "font": {"size": 13}, "standoff": 4}},
         "yaxis": common.axis("", rows, CONDITIONS, showgrid=False, range=[len(rows) - 0.5, -0.5]),
     }
     missing = c.open_of[c.chosen]

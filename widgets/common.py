@@ -7,6 +7,7 @@ import math
 import traceback
 from collections.abc import Callable
 
+import anywidget
 import ipywidgets as w
 import plotly.graph_objects as go
 
@@ -87,14 +88,21 @@ def redraw(target: go.FigureWidget, source: go.Figure) -> None:
 
 # ---- controls
 
-# ipywidgets cuts a slider's read-out at 72 px, which "1,048,576 tokens" does not fit.
-STYLE = "<style>.k3lite-explorer .widget-readout {min-width: 125px; text-align: left}</style>"
+# ipywidgets cuts a slider's read-out at 72 px, which "1,048,576 tokens" does not fit. And it lets the reader type into
+# the read-out of a slider over choices, where nothing reads what was typed and nothing puts the choice back.
+STYLE = (
+    "<style>.k3lite-explorer .widget-readout {min-width: 125px; text-align: left}"
+    ".k3lite-choice .widget-readout {-webkit-user-modify: read-only; pointer-events: none}</style>"
+)
 
 
 def labelled(kind: type[w.Widget], label: str, **options) -> w.Widget:
     """A control with its whole label in view. `label` ends in the unit."""
     # ipywidgets' own 80 px cut most labels off.
-    return kind(description=label, style={"description_width": "200px"}, layout={"width": "99%"}, **options)
+    control = kind(description=label, style={"description_width": "200px"}, layout={"width": "99%"}, **options)
+    if kind is w.SelectionSlider:
+        control.add_class("k3lite-choice")
+    return control
 
 
 def side_by_side(columns: list[list[w.Widget]]) -> w.Box:
@@ -107,6 +115,9 @@ def spoken(text: str) -> str:
     """HTML of the sentences under a picture; a screen reader reads them out when they change."""
     style = f"font-size:14px;line-height:1.5;margin:4px 10px;max-width:{WIDTH - 20}px"
     return f'<p role="status" aria-live="polite" style="{style}">{html.escape(text)}</p>'
+
+
+LONGEST = 180  # characters of a refusal
 
 
 class Message(w.HTML):
@@ -130,7 +141,9 @@ class Message(w.HTML):
         try:
             action()
         except ValueError as e:
-            self.show(f"{e} The picture keeps the last values that worked.", error=True)
+            text = str(e)  # may quote all that was typed
+            text = text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"
+            self.show(f"{text} The picture keeps the last values that worked.", error=True)
         except Exception:
             self.show("A fault of this explorer, please report it.\n" + traceback.format_exc(), error=True)
 
@@ -144,11 +157,41 @@ class Message(w.HTML):
             nonlocal busy
             if not busy:
                 busy = True
-                self.guard(lambda: react(names[change.owner]))
-                busy = False
+                try:
+                    self.guard(lambda: react(names[change.owner]))
+                finally:  # also when the reader interrupts the kernel, which no guard catches
+                    busy = False
 
         for control in controls.values():
             control.observe(changed, "value")
+
+
+class OwnKeys(anywidget.AnyWidget):
+    """Nothing to be seen. Keys pressed in the explorer that holds it are the explorer's: JupyterLab takes arrows,
+    letters and Enter for its cells otherwise, so that a menu would not answer, and "x" on it would cut the cell.
+    What was typed into a slider's read-out counts, or is put back, when the reader leaves it: ipywidgets means to do
+    so, but waits for a "blur" that does not bubble.
+    """
+
+    _esm = """
+    const own = box => {
+      // on what has the focus, since JupyterLab looks there first
+      box.addEventListener("focusin", e => e.target.setAttribute("data-lm-suppress-shortcuts", "true"));
+      box.addEventListener("focusout", e => {
+        if (e.target.matches(".widget-readout")) e.target.dispatchEvent(new FocusEvent("blur", {bubbles: true}));
+      });
+    };
+    export default {
+      render({ el }) {
+        const find = frames => {
+          const box = el.closest(".k3lite-explorer");
+          if (box) own(box);
+          else if (frames) requestAnimationFrame(() => find(frames - 1));  // not on the page yet
+        };
+        find(600);
+      },
+    };
+    """
 
 
 class Explorer(w.VBox):
@@ -164,7 +207,10 @@ class Explorer(w.VBox):
         children: list[w.Widget],
     ):
         self.title, self.controls, self.figure, self.text, self.message = title, controls, figure, text, message
-        super().__init__(children=[w.HTML(STYLE), *children], layout={"width": "100%", "overflow": "auto hidden"})
+        super().__init__(
+            children=[w.HTML(STYLE), OwnKeys(layout={"display": "none"}), *children],
+            layout={"width": "100%", "overflow": "auto hidden"},
+        )
         self.add_class("k3lite-explorer")
 
     def __repr__(self) -> str:

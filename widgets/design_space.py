@@ -251,7 +251,7 @@ BATCHES = (FILL, *(2**k for k in range(13)))
 DEVICE_COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 72, 128, 256, 512)
 TIMES = tuple(2.0**k for k in range(-4, 5))
 LABELS = {
-    "bandwidth": "Memory bandwidth (× data sheet)",
+    "bandwidth": "Bandwidth (× data sheet)",
     "arithmetic": "Arithmetic (× data sheet)",
     "memory": "Memory (× data sheet)",
     "interconnect": "Interconnect (× data sheet)",

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from widgets.state_stepper import Result
 
 # Light at zero on light and dark pages alike: the numbers in the cells are dark there.
-DIVERGING = [[0, common.BLUE], [0.5, "#F0F0F0"], [1, common.VERMILION]]
+DIVERGING = [[0, common.BLUE], [0.5, "rgba(128,128,128,0.10)"], [1, common.VERMILION]]
 VALUES = ("cat", "dog", "fox", "owl")  # value channels, one each
 RULE_NAMES = {"sum": "sum", "delta": "delta rule", "gated delta": "gated delta", "kda": "KDA"}
 COLUMNS = ((0.0, 0.22), (0.26, 0.48), (0.52, 0.74), (0.78, 1.0))  # shares of the width, one a rule

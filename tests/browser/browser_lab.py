@@ -171,6 +171,15 @@ class LabPage:
         self.page.goto(
             f"{self.server.url}/lab/tree/notebooks/{urllib.parse.quote(notebook)}?reset&token={self.server.token}"
         )
+        return self._wait_ready()
+
+    def reload(self) -> LabPage:
+        """Save the notebook, load the page again, and wait until the kernel, which lives on, has answered."""
+        self.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
+        self.page.reload()
+        return self._wait_ready()
+
+    def _wait_ready(self) -> LabPage:
         expect(self.page.locator(".jp-NotebookPanel .jp-Cell").first).to_be_visible(timeout=START_S * 1000)
         # "Idle" in the status bar can show before the kernel's channels are open, and a run then goes nowhere.
         self.page.evaluate(
@@ -193,10 +202,22 @@ class LabPage:
 
         Returns the code cells as cells() does; errors_in() says what went wrong in them.
         """
+        self._choose_run("Run All Cells")
+        return self._wait_run()
+
+    def restart_and_run_all(self) -> list[dict]:
+        """Run > Restart Kernel and Run All Cells, say yes, and wait as run_all() does."""
+        self._choose_run("Restart Kernel and Run All Cells…")
+        self.page.locator(".jp-Dialog").get_by_role("button", name="Confirm Kernel Restart").click()
+        return self._wait_run()
+
+    def _choose_run(self, item: str) -> None:
         # A stored notebook comes with numbers and outputs; without them none can be taken for this run's.
         self.page.evaluate("() => window.jupyterapp.commands.execute('notebook:clear-all-cell-outputs')")
         self.page.get_by_role("menuitem", name="Run", exact=True).click()
-        self.page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+        self.page.get_by_role("menuitem", name=item, exact=True).click()
+
+    def _wait_run(self) -> list[dict]:
         self.page.wait_for_function(
             """() => {
                 const panel = window.jupyterapp.shell.currentWidget;
@@ -214,8 +235,22 @@ class LabPage:
 
     def cells(self) -> list[dict]:
         """Code cells with source as JupyterLab holds them now: execution_count, outputs, source."""
-        model = self.page.evaluate("() => window.jupyterapp.shell.currentWidget.context.model.toJSON()")
-        return [c for c in model["cells"] if c["cell_type"] == "code" and "".join(c["source"]).strip()]
+        return [c for c in self.all_cells() if c["cell_type"] == "code" and "".join(c["source"]).strip()]
+
+    def all_cells(self) -> list[dict]:
+        """All cells, texts too."""
+        return self.page.evaluate("() => window.jupyterapp.shell.currentWidget.context.model.toJSON().cells")
+
+    def run_cell(self, index: int) -> None:
+        """Run one cell, counted among all from 0, and wait until it is over."""
+        self.page.evaluate(
+            """async index => {
+                const app = window.jupyterapp;
+                app.shell.currentWidget.content.activeCellIndex = index;
+                await app.commands.execute('notebook:run-cell');
+            }""",
+            index,
+        )
 
     def explorer(self, label: str) -> Locator:
         """The explorer that holds a control with this label."""
