@@ -175,9 +175,25 @@ class LabPage:
 
     def reload(self) -> LabPage:
         """Save the notebook, load the page again, and wait until the kernel, which lives on, has answered."""
+        self.settle()
         self.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
-        self.page.reload()
+        before = len(self.console_errors)
+        self.page.reload(wait_until="commit")
+        del self.console_errors[before:]  # what a page says while it is torn down, nobody can see
         return self._wait_ready()
+
+    def settle(self) -> None:
+        """Wait until the kernel has nothing to do and the page has taken in all that it sent.
+
+        A figure's update that comes after its output was cleared is an error in the console (plotly's view stays
+        subscribed), and no reader clears a cell within a tenth of a second of moving a slider.
+        """
+        self.page.evaluate(
+            """async () => {
+                const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
+                await kernel.requestExecute({code: '', silent: true}).done;
+            }"""
+        )
 
     def _wait_ready(self) -> LabPage:
         expect(self.page.locator(".jp-NotebookPanel .jp-Cell").first).to_be_visible(timeout=START_S * 1000)
@@ -213,9 +229,13 @@ class LabPage:
 
     def _choose_run(self, item: str) -> None:
         # A stored notebook comes with numbers and outputs; without them none can be taken for this run's.
-        self.page.evaluate("() => window.jupyterapp.commands.execute('notebook:clear-all-cell-outputs')")
+        self.clear_outputs()
         self.page.get_by_role("menuitem", name="Run", exact=True).click()
         self.page.get_by_role("menuitem", name=item, exact=True).click()
+
+    def clear_outputs(self) -> None:
+        self.settle()
+        self.page.evaluate("() => window.jupyterapp.commands.execute('notebook:clear-all-cell-outputs')")
 
     def _wait_run(self) -> list[dict]:
         self.page.wait_for_function(

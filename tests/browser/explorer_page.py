@@ -123,7 +123,7 @@ class ExplorerPage:
     def show(self, name: str) -> Shown:
         """Run the cell of this explorer, and no other is shown."""
         page = self.lab.page
-        page.evaluate("() => window.jupyterapp.commands.execute('notebook:clear-all-cell-outputs')")
+        self.lab.clear_outputs()
         self.lab.run_cell(self.names.index(name))
         cell = self.lab.cells()[self.names.index(name)]
         assert errors_in([cell]) == []

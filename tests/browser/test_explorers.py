@@ -59,7 +59,8 @@ def test_every_control_is_found(show, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_sliders_follow_a_fast_hand_and_the_keys(show, name):
     shown = show(name)
-    for label, slider in shown.controls(SLIDERS):
+    sliders = shown.controls(SLIDERS)
+    for label, slider in sliders[:: 8 if len(sliders) > 32 else 1]:  # MX has one for each of 32 numbers, all alike
         before = shown.page()["handles"][label]
         let_go = shown.drag(slider)
         page = shown.settle()
