@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 LEFT, RIGHT = (0.0, 0.6), (0.8, 1.0)  # shares of the width
 FULL_COLOUR = 0.5  # shares from here on look alike; few are larger, and most would be pale on a scale up to 1
 TICKS = {"tickvals": [0, 0.1, 0.2, 0.3, 0.4, 0.5], "ticktext": ["0 %", "10 %", "20 %", "30 %", "40 %", "50 % or more"]}
-SHARES = [[0, "rgba(128,128,128,0.10)"], [0.5, common.SKY], [1, common.BLUE]]
+SHARES = [[0, "rgba(86,180,233,0.12)"], [1, common.BLUE]]  # ever more of one colour, also on a dark page
 
 
 def figure(d: Depths) -> go.Figure:
