@@ -186,12 +186,13 @@ class LabPage:
         """Wait until the kernel has nothing to do and the page has taken in all that it sent.
 
         A figure's update that comes after its output was cleared is an error in the console (plotly's view stays
-        subscribed), and no reader clears a cell within a tenth of a second of moving a slider.
+        subscribed), and no reader clears a cell within a tenth of a second of moving a slider. Several rounds: ipywidgets
+        holds a control's next value back until the kernel is done with the one before.
         """
         self.page.evaluate(
             """async () => {
                 const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
-                await kernel.requestExecute({code: '', silent: true}).done;
+                for (let i = 0; i < 3; i++) await kernel.requestExecute({code: '', silent: true}).done;
             }"""
         )
 

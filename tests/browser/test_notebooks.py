@@ -17,7 +17,7 @@ from browser_lab import REPO, errors_in
 from playwright.sync_api import expect
 
 NOTEBOOKS = sorted(p.name for p in (REPO / "notebooks").glob("*.ipynb"))
-RELOADED = ("00_start_here.ipynb", "05_the_delta_rule.ipynb", "10b_what_a_claim_is_worth.ipynb")  # quick, 5 explorers
+RELOADED = ("00_start_here.ipynb", "05_the_delta_rule.ipynb")  # quick, three explorers
 # anywidget says so of a model that took more than two seconds to begin, and begins it all the same. After a reload all
 # figures of the kernel begin at once, and each loads plotly's 5 MB for itself.
 ON_RELOAD = "uncaught: [anywidget] Failed to initialize model."
