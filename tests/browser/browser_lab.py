@@ -298,3 +298,15 @@ def errors_in(cells: list[dict]) -> list[str]:
             elif out.get("name") == "stderr":
                 wrong.append(f"code cell {i} wrote to stderr: {''.join(out['text'])[:200]}")
     return wrong
+
+
+def broken_images(page: Page) -> list[str]:
+    """Addresses of the page's pictures that cannot be shown, those further down included."""
+    return page.evaluate(
+        """async () => {
+            const images = [...document.images];
+            images.forEach(i => i.loading = 'eager');
+            await Promise.all(images.map(i => i.decode().catch(() => null)));
+            return images.filter(i => !i.naturalWidth).map(i => i.src);
+        }"""
+    )

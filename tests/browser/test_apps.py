@@ -18,6 +18,7 @@ from tests.absent import absent
 
 if missing := [tool for tool in ("playwright", "voila") if importlib.util.find_spec(tool) is None]:
     absent(f"{missing[0]} is not installed: pip install -e '.[test,site]'")
+from browser_lab import broken_images
 from playwright.sync_api import expect
 
 from book import apps
@@ -79,15 +80,7 @@ def test_the_first_page_shows_every_explorer(page, served):
     page.goto(served)
     links = page.locator("main a, ul a")
     assert [link.get_attribute("href") for link in links.all()] == [f"/voila/render/{e.name}.ipynb" for e in entries()]
-    broken = page.evaluate(
-        """async () => {
-            const images = [...document.images];
-            images.forEach(i => i.loading = 'eager');
-            await Promise.all(images.map(i => i.decode().catch(() => null)));
-            return images.filter(i => !i.naturalWidth).map(i => i.src);
-        }"""
-    )
-    assert broken == []
+    assert broken_images(page) == []
 
 
 def test_an_explorer_answers_the_keyboard(page, served):

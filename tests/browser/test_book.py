@@ -10,6 +10,7 @@ from tests.absent import absent
 
 if missing := [tool for tool in ("playwright", "latex2mathml") if importlib.util.find_spec(tool) is None]:
     absent(f"{missing[0]} is not installed: pip install -e '.[test,site]'")
+from browser_lab import broken_images
 from playwright.sync_api import expect
 
 from book.build import build
@@ -52,15 +53,7 @@ def test_every_page_draws_its_figures(opened, site, name):
     for i in range(figures.count()):
         expect(figures.nth(i).locator(".main-svg").first).to_be_attached()
         assert figures.nth(i).get_attribute("aria-label") != "figure"
-    broken = page.evaluate(
-        """async () => {
-            const images = [...document.images];
-            images.forEach(i => i.loading = 'eager');
-            await Promise.all(images.map(i => i.decode().catch(() => null)));
-            return images.filter(i => !i.naturalWidth).map(i => i.src);
-        }"""
-    )
-    assert broken == []
+    assert broken_images(page) == []
 
 
 def test_a_figure_answers_the_mouse(opened):
